@@ -1,0 +1,63 @@
+//! Which numbers tensors may hold, and which type their products are accumulated in.
+
+use crate::kernels::lane::Lane;
+
+/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`.
+///
+/// Every element type names the type in which scores, softmax and output are accumulated. All tensors of one
+/// call share that accumulator.
+pub trait Element: Copy + Send + Sync + core::fmt::Debug + sealed::Sealed + 'static {
+    /// The type in which scores and outputs are accumulated, and the type of `logsumexp`.
+    type Acc: Accumulator;
+
+    /// The value in the accumulator type (exact).
+    #[doc(hidden)]
+    fn to_acc(self) -> Self::Acc;
+
+    /// The nearest value of this type.
+    #[doc(hidden)]
+    fn from_acc(value: Self::Acc) -> Self;
+
+    /// The same memory as accumulators, where the element type is one.
+    #[doc(hidden)]
+    fn as_acc(elements: *const Self) -> Option<*const Self::Acc>;
+
+    /// The value in double precision (exact), for the reference.
+    #[doc(hidden)]
+    fn to_f64(self) -> f64;
+}
+
+/// An element type that accumulates in itself. Sealed: `f32`.
+#[allow(private_bounds)] // the vector operations are no part of the public interface
+pub trait Accumulator: Element<Acc = Self> + Lane {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+}
+
+impl Element for f32 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn to_acc(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn from_acc(value: f32) -> f32 {
+        value
+    }
+
+    #[inline(always)]
+    fn as_acc(elements: *const f32) -> Option<*const f32> {
+        Some(elements)
+    }
+
+    #[inline(always)]
+    fn to_f64(self) -> f64 {
+        f64::from(self)
+    }
+}
+
+impl Accumulator for f32 {}

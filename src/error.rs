@@ -1,0 +1,154 @@
+//! Everything that can be wrong with a call, one variant per rule, with the numbers that break it.
+
+/// Why a call was refused. Nothing was written when one of these is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttentionError {
+    /// The slice behind a tensor does not reach its last element.
+    #[error("the slice holds {len} elements, shape {shape:?} with strides {strides:?} reaches {needed}")]
+    SliceTooShort {
+        /// Elements that the shape and strides reach.
+        needed: usize,
+        /// Elements in the slice.
+        len: usize,
+        /// `[batch, heads, seq, head_dim]`.
+        shape: [usize; 4],
+        /// Elements between neighbours along each axis.
+        strides: [usize; 4],
+    },
+    /// The size or an offset of a tensor does not fit in `isize`.
+    #[error("shape {shape:?} with strides {strides:?} reaches past the address space")]
+    SizeOverflow {
+        /// `[batch, heads, seq, head_dim]`.
+        shape: [usize; 4],
+        /// Elements between neighbours along each axis.
+        strides: [usize; 4],
+    },
+    /// Two elements of an output may lie at the same place. The (sufficient) rule is at
+    /// [`TensorViewMut::with_strides`](crate::TensorViewMut::with_strides).
+    #[error("output elements may overlap: shape {shape:?} with strides {strides:?}")]
+    OverlappingOutput {
+        /// `[batch, heads, seq, head_dim]`.
+        shape: [usize; 4],
+        /// Elements between neighbours along each axis.
+        strides: [usize; 4],
+    },
+    /// A tensor's batch differs from that of `q`.
+    #[error("{tensor} has batch {found}, q has batch {expected}")]
+    BatchMismatch {
+        /// The tensor that differs.
+        tensor: &'static str,
+        /// Batch of `q`.
+        expected: usize,
+        /// Batch of `tensor`.
+        found: usize,
+    },
+    /// `v` and `k` have different numbers of heads.
+    #[error("v has {v} heads, k has {k}")]
+    NumKvHeadsMismatch {
+        /// Heads of `k`.
+        k: usize,
+        /// Heads of `v`.
+        v: usize,
+    },
+    /// `out` and `q` have different numbers of heads.
+    #[error("out has {out} heads, q has {q}")]
+    NumHeadsMismatch {
+        /// Heads of `q`.
+        q: usize,
+        /// Heads of `out`.
+        out: usize,
+    },
+    /// The number of query heads is no multiple of the number of KV heads.
+    #[error("{num_heads} query heads cannot be divided among {num_kv_heads} KV heads")]
+    HeadsNotDivisible {
+        /// Heads of `q`.
+        num_heads: usize,
+        /// Heads of `k` and `v`.
+        num_kv_heads: usize,
+    },
+    /// `out` and `q` have different sequence lengths.
+    #[error("out has q_len {out}, q has q_len {q}")]
+    QLenMismatch {
+        /// Sequence length of `q`.
+        q: usize,
+        /// Sequence length of `out`.
+        out: usize,
+    },
+    /// `v` and `k` have different sequence lengths.
+    #[error("v has kv_len {v}, k has kv_len {k}")]
+    KvLenMismatch {
+        /// Sequence length of `k`.
+        k: usize,
+        /// Sequence length of `v`.
+        v: usize,
+    },
+    /// `k` and `q` have different head dimensions.
+    #[error("k has head_dim {k}, q has head_dim {q}")]
+    HeadDimMismatch {
+        /// Head dimension of `q`.
+        q: usize,
+        /// Head dimension of `k`.
+        k: usize,
+    },
+    /// `out` and `v` have different value dimensions.
+    #[error("out has value_dim {out}, v has value_dim {v}")]
+    ValueDimMismatch {
+        /// Value dimension of `v`.
+        v: usize,
+        /// Value dimension of `out`.
+        out: usize,
+    },
+    /// `head_dim` is 0, so there is nothing to take a product of.
+    #[error("head_dim is 0 (q has shape {shape:?}), it must be at least 1")]
+    ZeroHeadDim {
+        /// Shape of `q`.
+        shape: [usize; 4],
+    },
+    /// The slice for `logsumexp` is not `batch * num_heads * q_len` long.
+    #[error("logsumexp holds {found} elements, batch * num_heads * q_len is {expected}")]
+    LogsumexpLenMismatch {
+        /// `batch * num_heads * q_len`.
+        expected: usize,
+        /// Length of the slice.
+        found: usize,
+    },
+    /// `softmax_scale` is NaN or infinite.
+    #[error("softmax_scale is {value}, it must be finite")]
+    InvalidSoftmaxScale {
+        /// The value given.
+        value: f64,
+    },
+    /// A plan was run on tensors of another shape.
+    #[error("the plan is for {planned:?}, the tensors have {found:?}")]
+    PlanShapeMismatch {
+        /// The shape that the plan was made for.
+        planned: crate::AttentionShape,
+        /// The shape of the tensors.
+        found: crate::AttentionShape,
+    },
+    /// The workspace is smaller than the plan asks for.
+    #[error("the workspace holds {len} bytes, the plan needs {needed}")]
+    WorkspaceTooSmall {
+        /// `plan.workspace_len()`.
+        needed: usize,
+        /// `workspace.len()`.
+        len: usize,
+    },
+    /// No instruction set has this name.
+    #[error("no instruction set is called {name:?}, this machine has: {available}")]
+    UnknownInstructionSet {
+        /// The name given.
+        name: String,
+        /// The names that this machine accepts.
+        available: String,
+    },
+    /// The instruction set exists, but this CPU or build does not have it.
+    #[error("this CPU does not have the instruction set {name:?}, it has: {available}")]
+    UnavailableInstructionSet {
+        /// The name given.
+        name: String,
+        /// The names that this machine accepts.
+        available: String,
+    },
+}

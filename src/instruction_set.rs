@@ -1,0 +1,208 @@
+//! Which instructions the kernels run with: detection, names, forcing, and the only dispatch.
+
+use std::sync::OnceLock;
+
+use pulp::{Scalar128b, Scalar256b, Scalar512b, Simd, WithSimd};
+
+use crate::AttentionError;
+use crate::kernels::{TileSizes, WithTiles};
+
+/// A set of vector instructions that this CPU has.
+///
+/// A value carries the proof that the CPU supports it: there is no way to make one that would end in an illegal
+/// instruction. Results are bit-identical for one instruction set; two sets agree within rounding.
+///
+/// ```
+/// use fused_attention::InstructionSet;
+/// println!("would run on {}", InstructionSet::detect().name());
+/// for set in InstructionSet::available() {
+///     println!("could run on {}", set.name());
+/// }
+/// ```
+#[derive(Clone, Copy)]
+pub struct InstructionSet(Kind);
+
+#[derive(Clone, Copy)]
+enum Kind {
+    #[cfg(target_arch = "x86_64")]
+    Avx512(pulp::x86::V4),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(pulp::x86::V3),
+    #[cfg(target_arch = "aarch64")]
+    Neon(pulp::aarch64::Neon),
+    Portable(Scalar128b),
+    Portable256(Scalar256b),
+    Portable512(Scalar512b),
+}
+
+/// Names of all sets on all machines, in the order of preference.
+const ALL_NAMES: [&str; 6] = ["avx512", "avx2", "neon", "portable", "portable-256", "portable-512"];
+
+/// The environment variable that chooses the set of a whole process.
+const VARIABLE: &str = "FUSED_ATTENTION_INSTRUCTION_SET";
+
+impl InstructionSet {
+    /// The best set that this CPU has.
+    pub fn detect() -> Self {
+        static BEST: OnceLock<InstructionSet> = OnceLock::new();
+        *BEST.get_or_init(|| Self::available().next().unwrap_or(Self(Kind::Portable(Scalar128b))))
+    }
+
+    /// All sets that this CPU has, the best first, the portable one last.
+    pub fn available() -> impl Iterator<Item = Self> {
+        ALL_NAMES.iter().filter(|name| !name.starts_with("portable-")).filter_map(|name| Self::by_name(name))
+    }
+
+    /// The portable code with 8 lanes, made for tests and comparisons: it shows on any CPU what 8 lanes do at edges.
+    pub fn portable_256() -> Self {
+        Self(Kind::Portable256(Scalar256b))
+    }
+
+    /// The portable code with 16 lanes, made for tests and comparisons: it shows on any CPU what 16 lanes do at edges.
+    pub fn portable_512() -> Self {
+        Self(Kind::Portable512(Scalar512b))
+    }
+
+    /// The set with this [`name`](Self::name).
+    ///
+    /// # Errors
+    /// [`AttentionError::UnknownInstructionSet`]; [`AttentionError::UnavailableInstructionSet`] where it exists but
+    /// not on this CPU. Both list what there is.
+    pub fn from_name(name: &str) -> Result<Self, AttentionError> {
+        Self::by_name(name).ok_or_else(|| {
+            let available: Vec<_> = ALL_NAMES.iter().copied().filter(|name| Self::by_name(name).is_some()).collect();
+            let (name, available) = (name.to_owned(), available.join(", "));
+            if ALL_NAMES.contains(&name.as_str()) {
+                AttentionError::UnavailableInstructionSet { name, available }
+            } else {
+                AttentionError::UnknownInstructionSet { name, available }
+            }
+        })
+    }
+
+    fn by_name(name: &str) -> Option<Self> {
+        Some(Self(match name {
+            #[cfg(target_arch = "x86_64")]
+            "avx512" => Kind::Avx512(pulp::x86::V4::try_new()?),
+            #[cfg(target_arch = "x86_64")]
+            "avx2" => Kind::Avx2(pulp::x86::V3::try_new()?),
+            #[cfg(target_arch = "aarch64")]
+            "neon" => Kind::Neon(pulp::aarch64::Neon::try_new()?),
+            "portable" => Kind::Portable(Scalar128b),
+            "portable-256" => Kind::Portable256(Scalar256b),
+            "portable-512" => Kind::Portable512(Scalar512b),
+            _ => return None,
+        }))
+    }
+
+    /// `"avx512"`, `"avx2"`, `"neon"`, `"portable"`, `"portable-256"` or `"portable-512"`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(_) => "neon",
+            Kind::Portable(_) => "portable",
+            Kind::Portable256(_) => "portable-256",
+            Kind::Portable512(_) => "portable-512",
+        }
+    }
+
+    /// What a call runs with: the config's choice, else the environment's (read once), else the best.
+    pub(crate) fn resolve(chosen: Option<Self>) -> Result<Self, AttentionError> {
+        static FROM_ENVIRONMENT: OnceLock<Result<InstructionSet, AttentionError>> = OnceLock::new();
+        match chosen {
+            Some(set) => Ok(set),
+            None => FROM_ENVIRONMENT
+                .get_or_init(|| match std::env::var_os(VARIABLE) {
+                    Some(name) => Self::from_name(&name.to_string_lossy()),
+                    None => Ok(Self::detect()),
+                })
+                .clone(),
+        }
+    }
+
+    /// Tile sizes of this set, the same that [`run`](Self::run) hands to the kernels.
+    pub(crate) fn tile_sizes(self) -> TileSizes {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => TileSizes::AVX512,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => TileSizes::AVX2,
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(_) => TileSizes::NEON,
+            Kind::Portable(_) => TileSizes::PORTABLE,
+            Kind::Portable256(_) => TileSizes::PORTABLE_256,
+            Kind::Portable512(_) => TileSizes::PORTABLE_512,
+        }
+    }
+
+    /// Runs `op` with this set's vectors and tile sizes, compiled with its target features.
+    #[inline]
+    pub(crate) fn run<Op: WithTiles>(self, op: Op) -> Op::Output {
+        use crate::kernels::TileSizes as T;
+        /// Gives `op` the tile sizes of one set, as constants.
+        struct Tiled<S, Op, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(S, Op);
+        impl<S: Simd, Op: WithTiles, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize> WithSimd
+            for Tiled<S, Op, TILE, SHORT, ROW_VECTORS>
+        {
+            type Output = Op::Output;
+            #[inline(always)]
+            fn with_simd<Same: Simd>(self, _: Same) -> Op::Output {
+                self.1.run::<S, TILE, SHORT, ROW_VECTORS>(self.0)
+            }
+        }
+        macro_rules! dispatch {
+            ($simd:expr, $set:ident, $sizes:ident) => {
+                Simd::vectorize(
+                    $simd,
+                    Tiled::<$set, Op, { T::$sizes.tile }, { T::$sizes.short }, { T::$sizes.row_vectors }>($simd, op),
+                )
+            };
+        }
+        #[cfg(target_arch = "aarch64")]
+        use pulp::aarch64::Neon;
+        #[cfg(target_arch = "x86_64")]
+        use pulp::x86::{V3, V4};
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => dispatch!(simd, V4, AVX512),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => dispatch!(simd, V3, AVX2),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(simd) => dispatch!(simd, Neon, NEON),
+            Kind::Portable(simd) => dispatch!(simd, Scalar128b, PORTABLE),
+            Kind::Portable256(simd) => dispatch!(simd, Scalar256b, PORTABLE_256),
+            Kind::Portable512(simd) => dispatch!(simd, Scalar512b, PORTABLE_512),
+        }
+    }
+}
+
+impl PartialEq for InstructionSet {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
+    }
+}
+
+impl Eq for InstructionSet {}
+
+impl std::fmt::Debug for InstructionSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "InstructionSet({})", self.name())
+    }
+}
+
+impl std::fmt::Display for InstructionSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for InstructionSet {
+    type Err = AttentionError;
+    fn from_str(name: &str) -> Result<Self, AttentionError> {
+        Self::from_name(name)
+    }
+}

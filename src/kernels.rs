@@ -1,0 +1,126 @@
+//! What a micro-tile is, and the contract that all kernels share.
+//!
+//! Rows (queries times the heads of a group) lie in the lanes. A *panel* is `row_vectors * LANES` rows. Both products
+//! are micro-tiles of `TILE` keys (or value dims) by `ROW_VECTORS` vectors of rows, held in registers:
+//!
+//! ```text
+//! scores^T[key, row]  = sum_p  K[key, p] (broadcast)  *  Q^T[p, row lanes]         score_tile
+//! acc^T[dim, row]    += sum_j  V[j, dim] (broadcast)  *  P^T[j, row lanes]         value_tile
+//! ```
+//!
+//! Layouts, all in the accumulator type `A`, `rows = ROW_VECTORS * LANES`:
+//! - Q panel `[head_dim][rows]`, scaled by `softmax_scale * log2(e)`; rows past the end hold 0.
+//! - K and V: row-major, unit stride within a key, any stride between keys.
+//! - scores / probs `[key][rows]`; out_acc `[value_dim][rows]`; running_max, running_sum, rescale `[rows]`.
+//!
+//! Every sum runs over its whole range in ascending order with one fused multiply-add (or, on the portable sets, one
+//! multiply and one add) a term, whatever the tile: a row's bits depend neither on the tile that computed it nor on
+//! its neighbours.
+
+pub(crate) mod exp;
+pub(crate) mod lane;
+pub(crate) mod score_tile;
+pub(crate) mod value_tile;
+
+use pulp::Simd;
+
+/// Register and cache blocking of one instruction set.
+///
+/// | set | registers | tile | accumulators | loads per FMA | why |
+/// |---|---|---|---|---|---|
+/// | AVX2 | 16 x 8 lanes | 6 x 2 | 12 | 8 / 12 | 12 accumulators + 2 of Q + 1 broadcast fit; 4 x 3 spills, 12 x 1 is load-bound |
+/// | AVX-512 | 32 x 16 | 12 x 2 | 24 | 14 / 24 | 24 + 2 + 1 fit; a panel of 32 rows |
+/// | NEON | 32 x 4 | 6 x 4 | 24 | 10 / 24 | 24 + 4 + 1 fit; the FMA may take its factor from a lane |
+/// | portable | 16 x 4 (SSE2) | 4 x 2 | 8 | 6 / 8 | without FMA every product needs a register of its own |
+///
+/// `short` is the second tile height: with it `8 * 6 + 4 * 4 = 64` leaves no tail of ones and twos. It keeps at
+/// least 8 accumulators, which is what two FMA units of latency 4 need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TileSizes {
+    /// Keys (score tile) or value dims (value tile) of the full tile.
+    pub(crate) tile: usize,
+    /// The same of the short tile.
+    pub(crate) short: usize,
+    /// Vectors of rows in a tile and in a panel.
+    pub(crate) row_vectors: usize,
+    /// Lanes of an f32 vector.
+    pub(crate) lanes: usize,
+}
+
+#[rustfmt::skip]
+#[allow(dead_code)] // each target compiles the sets that it has
+impl TileSizes {
+    pub(crate) const AVX512: Self = Self { tile: 12, short: 8, row_vectors: 2, lanes: 16 };
+    pub(crate) const AVX2: Self = Self { tile: 6, short: 4, row_vectors: 2, lanes: 8 };
+    pub(crate) const NEON: Self = Self { tile: 6, short: 4, row_vectors: 4, lanes: 4 };
+    pub(crate) const PORTABLE: Self = Self { tile: 4, short: 4, row_vectors: 2, lanes: 4 };
+    pub(crate) const PORTABLE_256: Self = Self { tile: 6, short: 4, row_vectors: 2, lanes: 8 };
+    pub(crate) const PORTABLE_512: Self = Self { tile: 12, short: 8, row_vectors: 2, lanes: 16 };
+
+    /// Rows of a panel.
+    pub(crate) fn panel_rows(&self) -> usize {
+        self.row_vectors * self.lanes
+    }
+}
+
+/// No set's panel has more rows than this.
+pub(crate) const MAX_PANEL_ROWS: usize = 32;
+
+/// Code that is generic over the vectors and the tile sizes of an instruction set.
+pub(crate) trait WithTiles {
+    type Output;
+    /// Must be `#[inline(always)]`, or it is compiled without the target features.
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) -> Self::Output;
+}
+
+/// How many full and short tiles cover `len` keys or dims, and what is left for tiles of 2 and 1.
+#[inline(always)]
+pub(crate) fn split_tiles<const TILE: usize, const SHORT: usize>(len: usize) -> (usize, usize, usize) {
+    let (mut full, mut rest) = (len / TILE, len % TILE);
+    // One full tile less where that leaves exactly two short ones: 64 = 10 * 6 + 4 but 62 = 9 * 6 + 2 * 4.
+    if full > 0 && TILE < 2 * SHORT && rest + TILE == 2 * SHORT {
+        full -= 1;
+        rest += TILE;
+    }
+    (full, rest / SHORT, rest % SHORT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_every_length_exactly() {
+        fn check<const TILE: usize, const SHORT: usize>() {
+            for len in 0..200 {
+                let (full, short, rest) = split_tiles::<TILE, SHORT>(len);
+                assert_eq!(full * TILE + short * SHORT + rest, len);
+                assert!(rest < SHORT, "{len}: rest {rest}");
+            }
+        }
+        check::<6, 4>();
+        check::<12, 8>();
+        check::<4, 4>();
+        assert_eq!(split_tiles::<6, 4>(64), (10, 1, 0));
+        assert_eq!(split_tiles::<6, 4>(128), (20, 2, 0));
+        assert_eq!(split_tiles::<12, 8>(64), (4, 2, 0));
+        assert_eq!(split_tiles::<12, 8>(128), (10, 1, 0));
+    }
+
+    #[test]
+    fn lanes_are_those_of_the_vectors() {
+        struct Lanes;
+        impl WithTiles for Lanes {
+            type Output = (usize, usize, usize, usize);
+            fn run<S: Simd, const T: usize, const H: usize, const V: usize>(self, _: S) -> Self::Output {
+                (T, H, V, S::F32_LANES)
+            }
+        }
+        for name in ["avx512", "avx2", "neon", "portable", "portable-256", "portable-512"] {
+            let Ok(set) = crate::InstructionSet::from_name(name) else { continue };
+            let sizes = set.tile_sizes();
+            assert_eq!(set.run(Lanes), (sizes.tile, sizes.short, sizes.row_vectors, sizes.lanes), "{name}");
+            assert!(sizes.panel_rows() <= MAX_PANEL_ROWS);
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The vector operations that the kernels need of an accumulator type, over any `pulp::Simd`.
+
+#![allow(unsafe_code)]
+
+use core::any::TypeId;
+
+use pulp::{Scalar128b, Scalar256b, Scalar512b, Simd};
+
+/// A number that fills SIMD lanes. The kernels are written over this, so that one text serves every accumulator.
+///
+/// Where an operand is NaN: arithmetic gives NaN, `less_than` false, and `max` either operand.
+pub(crate) trait Lane: Copy + Send + Sync + 'static {
+    type Vector<S: Simd>: Copy;
+    type Mask<S: Simd>: Copy;
+
+    const ZERO: Self;
+    const NEG_INFINITY: Self;
+
+    fn from_f64(value: f64) -> Self;
+    /// Exact for the block-relative key indices it is used on (below 2^24).
+    fn from_index(index: usize) -> Self;
+    fn mul_scalar(self, other: Self) -> Self;
+    fn add_scalar(self, other: Self) -> Self;
+    /// 1 / self.
+    fn reciprocal(self) -> Self;
+    /// False for NaN.
+    fn is_zero(self) -> bool;
+    /// `ln(2) * max_log2 + ln(sum)`.
+    fn logsumexp(max_log2: Self, sum: Self) -> Self;
+
+    fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
+    fn add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn sub<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn mul<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// `a * b + c`, fused wherever the set has it.
+    fn mul_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
+    fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn less_than<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Mask<S>;
+    fn select<S: Simd>(simd: S, mask: Self::Mask<S>, yes: Self::Vector<S>, no: Self::Vector<S>) -> Self::Vector<S>;
+    /// 2^x, see [`crate::kernels::exp`].
+    fn exp2<S: Simd>(simd: S, x: Self::Vector<S>) -> Self::Vector<S>;
+
+    #[inline(always)]
+    fn lanes<S: Simd>() -> usize {
+        size_of::<Self::Vector<S>>() / size_of::<Self>()
+    }
+
+    /// # Safety
+    /// `from` must be valid for reading one vector; it need not be aligned.
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> Self::Vector<S> {
+        // SAFETY: valid by the caller's promise; vectors are plain numbers, any bits are a value.
+        unsafe { from.cast::<Self::Vector<S>>().read_unaligned() }
+    }
+
+    /// # Safety
+    /// `to` must be valid for writing one vector; it need not be aligned.
+    #[inline(always)]
+    unsafe fn store<S: Simd>(to: *mut Self, value: Self::Vector<S>) {
+        // SAFETY: valid by the caller's promise.
+        unsafe { to.cast::<Self::Vector<S>>().write_unaligned(value) }
+    }
+}
+
+/// Whether a fused multiply-add is an instruction of the set. On pulp's portable sets it is a call of libm for each
+/// lane, some 100 times slower than a multiplication and an addition.
+#[inline(always)]
+pub(crate) fn has_fma<S: Simd>() -> bool {
+    let set = TypeId::of::<S>();
+    ![TypeId::of::<Scalar128b>(), TypeId::of::<Scalar256b>(), TypeId::of::<Scalar512b>()].contains(&set)
+}
+
+impl Lane for f32 {
+    type Vector<S: Simd> = S::f32s;
+    type Mask<S: Simd> = S::m32s;
+
+    const ZERO: f32 = 0.0;
+    const NEG_INFINITY: f32 = f32::NEG_INFINITY;
+
+    #[inline(always)]
+    fn from_f64(value: f64) -> f32 {
+        value as f32
+    }
+    #[inline(always)]
+    fn from_index(index: usize) -> f32 {
+        index as f32
+    }
+    #[inline(always)]
+    fn mul_scalar(self, other: f32) -> f32 {
+        self * other
+    }
+    #[inline(always)]
+    fn add_scalar(self, other: f32) -> f32 {
+        self + other
+    }
+    #[inline(always)]
+    fn reciprocal(self) -> f32 {
+        1.0 / self
+    }
+    #[inline(always)]
+    fn is_zero(self) -> bool {
+        self == 0.0
+    }
+    #[inline(always)]
+    fn logsumexp(max_log2: f32, sum: f32) -> f32 {
+        // In f64: the product's rounding would otherwise exceed that of the whole pass where the maximum is large.
+        (core::f64::consts::LN_2 * f64::from(max_log2) + f64::from(sum).ln()) as f32
+    }
+    #[inline(always)]
+    fn splat<S: Simd>(simd: S, value: f32) -> S::f32s {
+        simd.splat_f32s(value)
+    }
+    #[inline(always)]
+    fn add<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
+        simd.add_f32s(a, b)
+    }
+    #[inline(always)]
+    fn sub<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
+        simd.sub_f32s(a, b)
+    }
+    #[inline(always)]
+    fn mul<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
+        simd.mul_f32s(a, b)
+    }
+    #[inline(always)]
+    fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
+        if has_fma::<S>() { simd.mul_add_f32s(a, b, c) } else { simd.add_f32s(simd.mul_f32s(a, b), c) }
+    }
+    #[inline(always)]
+    fn max<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
+        simd.max_f32s(a, b)
+    }
+    #[inline(always)]
+    fn less_than<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::m32s {
+        simd.less_than_f32s(a, b)
+    }
+    #[inline(always)]
+    fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
+        simd.select_f32s(mask, yes, no)
+    }
+    #[inline(always)]
+    fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+        super::exp::exp2_f32(simd, x)
+    }
+}

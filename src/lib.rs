@@ -1,0 +1,79 @@
+//! Scaled dot-product attention on CPUs in one fused, cache-blocked pass, the way FlashAttention does it on GPUs:
+//! an online softmax, so that the `q_len x kv_len` score matrix never exists in memory.
+//!
+//! ```text
+//! out = softmax(softmax_scale * Q K^T + mask) V          softmax_scale defaults to 1 / sqrt(head_dim)
+//! ```
+//!
+//! ```
+//! use fused_attention::{AttentionConfig, AttentionInputs, TensorView, attention};
+//!
+//! // 8 query heads share 2 KV heads (grouped-query attention); 5 queries, 7 keys, 64 features.
+//! let q = vec![0.1f32; 8 * 5 * 64];
+//! let (k, v) = (vec![0.2f32; 2 * 7 * 64], vec![0.3f32; 2 * 7 * 64]);
+//! let inputs = AttentionInputs::new(
+//!     TensorView::from_bhsd(&q, [1, 8, 5, 64])?,
+//!     TensorView::from_bhsd(&k, [1, 2, 7, 64])?,
+//!     TensorView::from_bhsd(&v, [1, 2, 7, 64])?,
+//! );
+//! let out = attention(&inputs, &AttentionConfig::causal())?;
+//! assert_eq!(out.len(), 8 * 5 * 64);
+//! # Ok::<(), fused_attention::AttentionError>(())
+//! ```
+//!
+//! # Three tiers
+//! - [`attention()`] allocates its output.
+//! - [`attention_into`] writes to yours, of any strides, and keeps its scratch per thread.
+//! - [`AttentionPlan`] separates checking and planning from running, with a [`Workspace`] that you own: nothing is
+//!   allocated when serial or inside a rayon pool.
+//!
+//! # The algorithm
+//! Queries are cut into blocks of rows, keys into blocks that fit the L2 cache. For every block of rows, over the
+//! key blocks that its mask lets it see (hidden ones are skipped):
+//!
+//! ```text
+//! scores      = Q K^T                                  one micro-tile at a time, into L1
+//! new_max     = max(running_max, rowwise max scores)
+//! rescale     = exp(running_max - new_max)
+//! probs       = exp(scores - new_max)                  at most 1, so nothing overflows
+//! running_sum = running_sum * rescale + rowsum probs
+//! out_acc     = out_acc * rescale + probs V
+//! ```
+//! and at the end `out = out_acc / running_sum`, `logsumexp = running_max + ln(running_sum)`. Rows lie in the SIMD
+//! lanes, so that maximum, sum, exponential and the causal edge are all vertical vector operations. Memory beyond the
+//! inputs and outputs is a fixed workspace for each thread, whatever `q_len` and `kv_len`.
+//!
+//! Sources: Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018, <https://arxiv.org/abs/1805.02867>);
+//! Dao et al., *FlashAttention* (2022, <https://arxiv.org/abs/2205.14135>), *FlashAttention-2* (2023,
+//! <https://arxiv.org/abs/2307.08691>).
+//!
+//! # Module map
+//! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `prefill` (one task) ->
+//! `packing`, `mask`, `online_softmax` -> `kernels` (micro-tiles). [`reference`] is the specification in f64.
+
+mod attention;
+mod config;
+mod element;
+mod error;
+mod instruction_set;
+mod kernels;
+mod mask;
+mod online_softmax;
+mod packing;
+mod plan;
+mod prefill;
+pub mod reference;
+mod schedule;
+mod shape;
+mod tensor;
+mod workspace;
+
+pub use attention::{AttentionInputs, AttentionOutputs, attention, attention_into};
+pub use config::{AttentionConfig, CausalAlignment, Mask, Parallelism};
+pub use element::{Accumulator, Element};
+pub use error::AttentionError;
+pub use instruction_set::InstructionSet;
+pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
+pub use shape::AttentionShape;
+pub use tensor::{TensorView, TensorViewMut};
+pub use workspace::Workspace;

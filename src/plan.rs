@@ -1,0 +1,209 @@
+//! How a call will be cut: blocks, tasks, workspace. Public tier three.
+
+use std::fmt;
+
+use crate::kernels::TileSizes;
+use crate::mask::VisibleKeys;
+use crate::prefill::Prefill;
+use crate::workspace::ScratchSizes;
+use crate::{
+    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element, InstructionSet,
+    Workspace, schedule,
+};
+
+/// Calls of fewer floating-point operations (`2 * (head_dim + value_dim)` for every visible score) run on the calling
+/// thread: waking a second one costs about as much as they take (some 20 us at 100 GFLOP/s).
+pub const SERIAL_BELOW_FLOPS: u64 = 1 << 21;
+
+/// Keys of a block, at absolute positions. Per panel they cost one pass over the accumulators (load, rescale, store), so
+/// more is better, until the scores of a panel (192 * 16 rows * 4 bytes = 12 KiB on AVX2, 24 KiB on AVX-512) crowd
+/// Q and the accumulators out of L1. Decides the bits, so it is one constant.
+pub(crate) const KV_BLOCK: usize = 192;
+
+/// Most rows of a task. A block of K and V is read from memory (and packed) once for all of them: at head_dim 128 a
+/// key costs 1 KiB of traffic and 512 * 256 / 16 = 8192 FMA cycles, under 1 GB/s.
+const MAX_TASK_ROWS: usize = 512;
+
+/// Q panels and accumulators of a task stay below this: half of the 2 MiB that a thread may use.
+const MAX_ROW_BYTES: usize = 1 << 20;
+
+/// Tasks for each thread to even out their different weights, while a task keeps at least one panel.
+const TASKS_PER_THREAD: usize = 4;
+
+/// A checked and planned call, to be run on any tensors of its shape: once for all layers of a model, say.
+///
+/// ```
+/// use fused_attention::*;
+/// let shape = AttentionShape {
+///     batch: 1, num_heads: 4, num_kv_heads: 2, q_len: 10, kv_len: 10, head_dim: 8, value_dim: 8,
+/// };
+/// let plan = AttentionPlan::new(&shape, &AttentionConfig::causal())?;
+/// let mut workspace = Workspace::for_plan(&plan);
+/// let (q, kv, mut out) = (vec![0.5; 4 * 10 * 8], vec![0.25; 2 * 10 * 8], vec![0.0; 4 * 10 * 8]);
+/// for _layer in 0..2 {
+///     let kv = TensorView::from_bhsd(&kv, [1, 2, 10, 8])?;
+///     let inputs = AttentionInputs::new(TensorView::from_bhsd(&q, [1, 4, 10, 8])?, kv, kv);
+///     let mut outputs = AttentionOutputs::new(TensorViewMut::from_bhsd(&mut out, [1, 4, 10, 8])?);
+///     plan.run(&inputs, &mut outputs, &mut workspace)?;
+/// }
+/// println!("{plan}");
+/// # Ok::<(), AttentionError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionPlan {
+    pub(crate) shape: AttentionShape,
+    pub(crate) visible: VisibleKeys,
+    pub(crate) softmax_scale: f64,
+    pub(crate) instruction_set: InstructionSet,
+    pub(crate) blocks: Blocks,
+    threads: usize,
+    scratch: ScratchSizes,
+}
+
+/// How rows and keys are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// Rows of one (batch, KV head): `q_len * group_size`.
+    pub(crate) rows: usize,
+    pub(crate) panel_rows: usize,
+    /// Rows of a task, a multiple of `panel_rows`.
+    pub(crate) task_rows: usize,
+    /// Tasks of one (batch, KV head).
+    pub(crate) row_blocks: usize,
+    pub(crate) kv_block: usize,
+}
+
+impl Blocks {
+    fn new(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
+        let rows = shape.q_len.checked_mul(shape.group_size())?;
+        let panel_rows = tiles.panel_rows();
+        let panels = rows.div_ceil(panel_rows);
+        let heads = shape.batch.checked_mul(shape.num_kv_heads)?;
+        let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<f32>())?;
+        let most_rows = MAX_TASK_ROWS.min(MAX_ROW_BYTES / row_bytes);
+        // Fewer rows where the heads alone do not give every thread its tasks. Rows are independent of one another,
+        // so this may depend on the thread count without changing a bit.
+        let blocks_wanted = if threads == 1 { 1 } else { (TASKS_PER_THREAD * threads).div_ceil(heads.max(1)) };
+        let most_panels = (most_rows / panel_rows).clamp(1, panels.div_ceil(blocks_wanted).max(1));
+        let row_blocks = panels.div_ceil(most_panels);
+        // Even blocks: 9 panels as 5 + 4, not 8 + 1.
+        let task_panels = panels.div_ceil(row_blocks.max(1));
+        row_blocks.checked_mul(heads)?;
+        let kv_block = KV_BLOCK.min(shape.kv_len);
+        Some(Self { rows, panel_rows, task_rows: task_panels * panel_rows, row_blocks, kv_block })
+    }
+}
+
+impl AttentionPlan {
+    /// Plans calls of this shape.
+    ///
+    /// # Errors
+    /// [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`], [`AttentionError::InvalidSoftmaxScale`],
+    /// [`AttentionError::SizeOverflow`] where the workspace or a sequence's rows exceed the address space, and the two
+    /// about instruction sets where the environment asks for one that is not there.
+    pub fn new(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
+        shape.check()?;
+        let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt());
+        if !softmax_scale.is_finite() {
+            return Err(AttentionError::InvalidSoftmaxScale { value: softmax_scale });
+        }
+        let instruction_set = InstructionSet::resolve(config.instruction_set)?;
+        let visible = VisibleKeys::new(config.mask, shape);
+        let score_flops = 2 * (shape.head_dim as u128 + shape.value_dim as u128);
+        let heads = (shape.batch as u128).saturating_mul(shape.num_heads as u128);
+        let flops = visible.visible_scores().saturating_mul(score_flops).saturating_mul(heads);
+        let threads =
+            if flops < u128::from(SERIAL_BELOW_FLOPS) { 1 } else { schedule::max_threads(config.parallelism) };
+
+        let planned = || {
+            let blocks = Blocks::new(shape, instruction_set.tile_sizes(), threads)?;
+            let tasks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
+            let threads = threads.min(tasks).max(1);
+            let scratch = ScratchSizes::new(shape, &blocks)?;
+            scratch.thread_bytes::<f32>()?.checked_mul(threads).filter(|&bytes| bytes <= isize::MAX as usize)?;
+            Some((blocks, threads, scratch))
+        };
+        let (blocks, threads, scratch) = planned().ok_or(AttentionError::SizeOverflow {
+            shape: [shape.batch, shape.num_heads, shape.q_len, shape.head_dim],
+            strides: [0; 4],
+        })?;
+        Ok(Self { shape: *shape, visible, softmax_scale, instruction_set, blocks, threads, scratch })
+    }
+
+    /// Bytes of workspace that [`run`](Self::run) needs.
+    ///
+    /// `threads * round64(4 * (rows * (head_dim + value_dim + 2) + panel_rows * (kv_block + 1) + kv_block * (head_dim +
+    /// value_dim + 32)))`, every term rounded up to 64 bytes, with at most 512 rows and 192 keys, and rows such that
+    /// the first term stays below 1 MiB or one panel (8 to 32 rows). So it grows with neither `q_len` nor `kv_len`
+    /// beyond those, and is below 2 MiB a thread for `head_dim + value_dim <= 512`.
+    pub fn workspace_len(&self) -> usize {
+        self.thread_bytes() * self.threads
+    }
+
+    fn thread_bytes(&self) -> usize {
+        self.scratch.thread_bytes::<f32>().expect("checked when the plan was made")
+    }
+
+    /// Runs the plan. Allocates nothing when serial or inside a rayon pool.
+    ///
+    /// # Errors
+    /// [`AttentionError::PlanShapeMismatch`] and [`AttentionError::WorkspaceTooSmall`], and what
+    /// [`attention`](crate::attention()) says of tensors that do not fit together; nothing is written then.
+    pub fn run<T: Element, K: Element<Acc = T::Acc>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &mut AttentionOutputs<'_, T>,
+        workspace: &mut Workspace,
+    ) -> Result<(), AttentionError> {
+        let found = AttentionShape::of(inputs)?;
+        if found != self.shape {
+            return Err(AttentionError::PlanShapeMismatch { planned: self.shape, found });
+        }
+        self.shape.check_outputs(outputs)?;
+        let (needed, len) = (self.workspace_len(), workspace.len());
+        if len < needed {
+            return Err(AttentionError::WorkspaceTooSmall { needed, len });
+        }
+        let AttentionShape { batch, num_kv_heads, .. } = self.shape;
+        let prefill = Prefill::new(self, inputs, outputs);
+        schedule::for_each_task(
+            self.threads,
+            self.blocks.row_blocks * batch * num_kv_heads,
+            workspace.as_mut_slice(),
+            self.thread_bytes(),
+            &|task, scratch: &mut [u8]| prefill.run_task(task, self.scratch.carve(scratch)),
+        );
+        Ok(())
+    }
+
+    /// The shape it was made for.
+    pub fn shape(&self) -> &AttentionShape {
+        &self.shape
+    }
+
+    /// The instruction set it runs with.
+    pub fn instruction_set(&self) -> InstructionSet {
+        self.instruction_set
+    }
+
+    /// The most threads it uses, and has workspace for.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+}
+
+impl fmt::Display for AttentionPlan {
+    /// One line: the path, the instruction set, the blocks, the threads, the workspace.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Blocks { panel_rows, task_rows, row_blocks, kv_block, .. } = self.blocks;
+        write!(
+            f,
+            "prefill on {}: {} tasks of {task_rows} rows (panels of {panel_rows}) x blocks of {kv_block} keys, \
+             {} threads, {} KiB workspace",
+            self.instruction_set.name(),
+            row_blocks * self.shape.batch * self.shape.num_kv_heads,
+            self.threads,
+            self.workspace_len().div_ceil(1024),
+        )
+    }
+}

@@ -1,0 +1,150 @@
+//! Scratch memory, aligned and owned by the caller.
+
+#![allow(unsafe_code)]
+
+use aligned_vec::{AVec, ConstAlign};
+
+use crate::kernels::lane::Lane;
+use crate::plan::Blocks;
+use crate::{AttentionPlan, AttentionShape};
+
+/// One cache line, and one AVX-512 vector.
+pub(crate) const ALIGN_BYTES: usize = 64;
+
+/// Scratch memory for [`AttentionPlan::run`]. One workspace serves any number of plans, one after the other.
+#[derive(Debug, Clone)]
+pub struct Workspace {
+    bytes: AVec<u8, ConstAlign<ALIGN_BYTES>>,
+}
+
+impl Workspace {
+    /// An empty workspace; [`reserve`](Self::reserve) makes it large enough.
+    pub fn new() -> Self {
+        Self { bytes: AVec::new(ALIGN_BYTES) }
+    }
+
+    /// A workspace for this plan.
+    pub fn for_plan(plan: &AttentionPlan) -> Self {
+        let mut workspace = Self::new();
+        workspace.reserve(plan);
+        workspace
+    }
+
+    /// Grows to what this plan needs; never shrinks.
+    pub fn reserve(&mut self, plan: &AttentionPlan) {
+        let needed = plan.workspace_len();
+        if self.bytes.len() < needed {
+            // The old contents are of no use: free them first, so that the peak is one buffer.
+            self.bytes = AVec::new(ALIGN_BYTES);
+            self.bytes.resize(needed, 0);
+        }
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Whether it holds nothing.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl Default for Workspace {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Sizes of one thread's scratch arrays, in accumulators.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ScratchSizes {
+    lens: [usize; 8],
+    /// Elements from a key to the next in `k_block` and `v_block`.
+    pub(crate) strides: [usize; 2],
+}
+
+/// One thread's scratch. Every array starts on a 64-byte boundary. Contents are whatever the last task left.
+pub(crate) struct Scratch<'a, A> {
+    /// `[panels][head_dim][panel_rows]`
+    pub(crate) q_panels: &'a mut [A],
+    /// `[panels][value_dim][panel_rows]`
+    pub(crate) out_acc: &'a mut [A],
+    /// `[panels][panel_rows]`
+    pub(crate) running_max: &'a mut [A],
+    /// `[panels][panel_rows]`
+    pub(crate) running_sum: &'a mut [A],
+    /// `[panel_rows]`
+    pub(crate) rescale: &'a mut [A],
+    /// `[kv_block][panel_rows]`
+    pub(crate) scores: &'a mut [A],
+    /// `[kv_block][strides[0]]`, a packed block of K
+    pub(crate) k_block: &'a mut [A],
+    /// `[kv_block][strides[1]]`, a packed block of V
+    pub(crate) v_block: &'a mut [A],
+    /// Elements from a key to the next in `k_block` and `v_block`.
+    pub(crate) strides: [usize; 2],
+}
+
+impl ScratchSizes {
+    /// `None` where a size exceeds `usize`.
+    pub(crate) fn new(shape: &AttentionShape, blocks: &Blocks) -> Option<Self> {
+        let Blocks { panel_rows, task_rows, kv_block, .. } = *blocks;
+        // A cache line more than needed, so that rows a power of two long do not all fall into the same cache sets.
+        let stride = |dim: usize| Some(dim.checked_next_multiple_of(16)?.checked_add(16)?);
+        let strides = [stride(shape.head_dim)?, stride(shape.value_dim)?];
+        let lens = [
+            task_rows.checked_mul(shape.head_dim)?,
+            task_rows.checked_mul(shape.value_dim)?,
+            task_rows,
+            task_rows,
+            panel_rows,
+            panel_rows.checked_mul(kv_block)?,
+            strides[0].checked_mul(kv_block)?,
+            strides[1].checked_mul(kv_block)?,
+        ];
+        Some(Self { lens, strides })
+    }
+
+    /// Bytes of all arrays; `None` where that exceeds `usize`.
+    pub(crate) fn thread_bytes<A>(&self) -> Option<usize> {
+        self.lens.iter().try_fold(0usize, |sum, len| {
+            sum.checked_add(len.checked_mul(size_of::<A>())?.checked_next_multiple_of(ALIGN_BYTES)?)
+        })
+    }
+
+    /// Cuts a thread's bytes into its arrays.
+    ///
+    /// # Panics
+    /// If `bytes` is not aligned to 64 or shorter than [`thread_bytes`](Self::thread_bytes).
+    pub(crate) fn carve<'a, A: Lane>(&self, bytes: &'a mut [u8]) -> Scratch<'a, A> {
+        assert!(bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES));
+        let mut rest = bytes;
+        let mut arrays = self.lens.map(|len| {
+            let bytes = (len * size_of::<A>()).next_multiple_of(ALIGN_BYTES);
+            let (array, after) = std::mem::take(&mut rest).split_at_mut(bytes);
+            rest = after;
+            // SAFETY: `array` holds at least `len` of `A`, starts on a multiple of 64 (asserted above, and every size
+            // is rounded to it), was initialised by `Workspace::reserve`, and `A` is a plain number: any bits are a value.
+            unsafe { std::slice::from_raw_parts_mut(array.as_mut_ptr().cast::<A>(), len) }
+        });
+        let [q_panels, out_acc, running_max, running_sum, rescale, scores, k_block, v_block] =
+            arrays.each_mut().map(std::mem::take);
+        Scratch {
+            q_panels,
+            out_acc,
+            running_max,
+            running_sum,
+            rescale,
+            scores,
+            k_block,
+            v_block,
+            strides: self.strides,
+        }
+    }
+}
