@@ -1,6 +1,6 @@
 //! Which numbers tensors may hold, and which type their products are accumulated in.
 
-use crate::kernels::lane::Lane;
+use crate::prefill::TaskKernels;
 
 /// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`.
 ///
@@ -20,7 +20,11 @@ pub trait Element: Copy + Send + Sync + core::fmt::Debug + sealed::Sealed + 'sta
 
     /// The same memory as accumulators, where the element type is one.
     #[doc(hidden)]
-    fn as_acc(elements: *const Self) -> Option<*const Self::Acc>;
+    fn as_acc(elements: &[Self]) -> Option<&[Self::Acc]>;
+
+    /// As [`as_acc`](Self::as_acc), for writing.
+    #[doc(hidden)]
+    fn as_acc_mut(elements: *mut Self) -> Option<*mut Self::Acc>;
 
     /// The value in double precision (exact), for the reference.
     #[doc(hidden)]
@@ -29,7 +33,7 @@ pub trait Element: Copy + Send + Sync + core::fmt::Debug + sealed::Sealed + 'sta
 
 /// An element type that accumulates in itself. Sealed: `f32`.
 #[allow(private_bounds)] // the vector operations are no part of the public interface
-pub trait Accumulator: Element<Acc = Self> + Lane {}
+pub trait Accumulator: Element<Acc = Self> + TaskKernels {}
 
 mod sealed {
     pub trait Sealed {}
@@ -50,7 +54,12 @@ impl Element for f32 {
     }
 
     #[inline(always)]
-    fn as_acc(elements: *const f32) -> Option<*const f32> {
+    fn as_acc(elements: &[f32]) -> Option<&[f32]> {
+        Some(elements)
+    }
+
+    #[inline(always)]
+    fn as_acc_mut(elements: *mut f32) -> Option<*mut f32> {
         Some(elements)
     }
 

@@ -20,6 +20,7 @@
 pub(crate) mod exp;
 pub(crate) mod lane;
 pub(crate) mod score_tile;
+pub(crate) mod transpose;
 pub(crate) mod value_tile;
 
 use pulp::Simd;

@@ -48,8 +48,8 @@
 //! <https://arxiv.org/abs/2307.08691>).
 //!
 //! # Module map
-//! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `prefill` (one task) ->
-//! `packing`, `mask`, `online_softmax` -> `kernels` (micro-tiles). [`reference`] is the specification in f64.
+//! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `prefill` (one task,
+//! `row_block`) -> `key_block` (one block of keys), `packing`, `mask`, `online_softmax` -> `kernels` (micro-tiles). [`reference`] is the specification in f64.
 
 mod attention;
 mod config;
@@ -57,12 +57,14 @@ mod element;
 mod error;
 mod instruction_set;
 mod kernels;
+mod key_block;
 mod mask;
 mod online_softmax;
 mod packing;
 mod plan;
 mod prefill;
 pub mod reference;
+mod row_block;
 mod schedule;
 mod shape;
 mod tensor;

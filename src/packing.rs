@@ -5,84 +5,161 @@
 use pulp::Simd;
 
 use crate::Element;
-use crate::kernels::lane::Lane;
+use crate::kernels::lane::{Lane, as_rows};
+use crate::kernels::transpose::SIDE;
+use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
+use crate::row_block::RowBlock;
+use crate::tensor::Layout;
 
-/// Rows of a strided matrix: `row(i)` starts at `start + offset`, elements lie `dim_stride` apart.
-#[derive(Clone, Copy)]
-pub(crate) struct RowPointer<T> {
-    pub(crate) start: *const T,
-    pub(crate) dim_stride: usize,
+/// Copies `keys` rows of `dim` elements to contiguous accumulators; the rows of `to` lie `to.len() / keys` apart.
+pub(crate) fn pack_keys<T: Element>(
+    from: &[T],
+    [key_stride, dim_stride]: [usize; 2],
+    [keys, dim]: [usize; 2],
+    to: &mut [T::Acc],
+) {
+    let to_stride = to.len() / keys;
+    for (key, to) in to.chunks_exact_mut(to_stride).enumerate() {
+        let from = &from[key * key_stride..];
+        if dim_stride == 1 {
+            for (to, from) in to[..dim].iter_mut().zip(from) {
+                *to = from.to_acc();
+            }
+        } else {
+            for (i, to) in to[..dim].iter_mut().enumerate() {
+                *to = from[i * dim_stride].to_acc();
+            }
+        }
+    }
 }
 
-/// Copies `keys` rows of `dim` elements to contiguous accumulators `to_stride` apart.
-///
-/// # Safety
-/// `from` must be valid for reading `keys` rows at `key_stride`, `to` for writing them at `to_stride >= dim`.
-#[inline(always)]
-pub(crate) unsafe fn pack_keys<T: Element>(
-    from: RowPointer<T>,
-    key_stride: usize,
-    [keys, dim]: [usize; 2],
-    to: *mut T::Acc,
-    to_stride: usize,
-) {
-    for key in 0..keys {
-        // SAFETY: `key < keys` and `i < dim`: inside both operands by the caller's promise.
-        unsafe {
-            let (from_row, to_row) = (from.start.add(key * key_stride), to.add(key * to_stride));
-            if from.dim_stride == 1 {
-                for i in 0..dim {
-                    to_row.add(i).write((*from_row.add(i)).to_acc());
+/// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. The last panel is filled up with copies
+/// of the last row.
+pub(crate) struct PackQ<'a, A> {
+    pub(crate) task: &'a RowBlock,
+    /// Valid for reading at every index inside the layout; unit last stride.
+    pub(crate) q: *const A,
+    pub(crate) layout: Layout,
+    pub(crate) scale: A,
+    /// `[panels][head_dim][panel_rows]`
+    pub(crate) q_panels: &'a mut [A],
+}
+
+impl<A: Lane> WithTiles for PackQ<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
+        let Self { task, q, layout, .. } = self;
+        let (panel_rows, head_dim) = (task.panel_rows, layout.shape[3]);
+        let scale = A::splat(simd, self.scale);
+        for (panel, q_panel) in self.q_panels.chunks_exact_mut(panel_rows * head_dim).enumerate() {
+            let first_row = panel * panel_rows;
+            if first_row >= task.rows {
+                break;
+            }
+            for lane in (0..panel_rows).step_by(SIDE) {
+                // SAFETY: the index is inside the layout, where `q` is valid.
+                let from: [*const A; SIDE] = core::array::from_fn(|i| unsafe {
+                    q.add(layout.offset(task.index((first_row + lane + i).min(task.rows - 1))))
+                });
+                let mut p = 0;
+                while p + SIDE <= head_dim {
+                    let to: [*mut A; SIDE] =
+                        core::array::from_fn(|i| q_panel[(p + i) * panel_rows + lane..][..SIDE].as_mut_ptr());
+                    // SAFETY: `p + SIDE <= head_dim`, the length of a row; `to` has just been cut to size.
+                    unsafe { A::transpose(simd, from.map(|row| row.add(p)), &to) };
+                    p += SIDE;
                 }
-            } else {
-                for i in 0..dim {
-                    to_row.add(i).write((*from_row.add(i * from.dim_stride)).to_acc());
+                while p < head_dim {
+                    for (to, from) in q_panel[p * panel_rows + lane..][..SIDE].iter_mut().zip(from) {
+                        // SAFETY: `p < head_dim`, the length of a row.
+                        *to = unsafe { *from.add(p) };
+                    }
+                    p += 1;
+                }
+            }
+            for q in as_rows::<S, A, ROW_VECTORS>(q_panel).as_flattened_mut() {
+                *q = A::mul(simd, *q, scale);
+            }
+        }
+    }
+}
+
+/// Divides the accumulators of a task by the running sums and writes them to the rows of the output.
+pub(crate) struct UnpackOut<'a, A> {
+    pub(crate) task: &'a RowBlock,
+    /// `[panels][value_dim][panel_rows]`
+    pub(crate) out_acc: &'a mut [A],
+    /// `[panels][panel_rows]`
+    pub(crate) running_sum: &'a [A],
+    /// Valid for writing at every index of the task's rows inside the layout; unit last stride.
+    pub(crate) out: *mut A,
+    pub(crate) layout: Layout,
+}
+
+impl<A: Lane> WithTiles for UnpackOut<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
+        let Self { task, out, layout, .. } = self;
+        let (panel_rows, value_dim) = (task.panel_rows, layout.shape[3]);
+        for first_row in (0..task.rows).step_by(panel_rows) {
+            let out_acc = &mut self.out_acc[first_row * value_dim..][..panel_rows * value_dim];
+            divide_by_sum::<S, A, ROW_VECTORS>(simd, task, first_row, self.running_sum, out_acc);
+            for lane in (0..panel_rows.min(task.rows - first_row)).step_by(SIDE) {
+                let rows = SIDE.min(task.rows - first_row - lane);
+                let mut to = [core::ptr::null_mut(); SIDE];
+                for (i, to) in to[..rows].iter_mut().enumerate() {
+                    // SAFETY: the index is inside the layout, where `out` is valid.
+                    *to = unsafe { out.add(layout.offset(task.index(first_row + lane + i))) };
+                }
+                let mut d = 0;
+                while d + SIDE <= value_dim {
+                    let from: [*const A; SIDE] =
+                        core::array::from_fn(|i| out_acc[(d + i) * panel_rows + lane..][..SIDE].as_ptr());
+                    // SAFETY: `from` has just been cut to size; `d + SIDE <= value_dim`, the length of a row.
+                    unsafe { A::transpose(simd, from, &to.map(|row| row.wrapping_add(d))[..rows]) };
+                    d += SIDE;
+                }
+                while d < value_dim {
+                    for (from, &to) in out_acc[d * panel_rows + lane..].iter().zip(&to[..rows]) {
+                        // SAFETY: `d < value_dim`, the length of a row.
+                        unsafe { to.add(d).write(*from) };
+                    }
+                    d += 1;
                 }
             }
         }
     }
 }
 
-/// Writes one row of Q, times `scale`, to lane `lane` of a panel `[head_dim][panel_rows]`.
-///
-/// # Safety
-/// `from` must be valid for reading `head_dim` elements, `panel` for writing `head_dim` rows of `panel_rows > lane`.
+/// `out_acc / running_sum` of one panel, in place; 0 where a row sees no key. Never -0, which a hidden value's sign could
+/// otherwise decide.
 #[inline(always)]
-pub(crate) unsafe fn pack_q_row<T: Element>(
-    from: RowPointer<T>,
-    head_dim: usize,
-    scale: T::Acc,
-    panel: *mut T::Acc,
-    panel_rows: usize,
+pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
+    simd: S,
+    task: &RowBlock,
+    first_row: usize,
+    running_sum: &[A],
+    out_acc: &mut [A],
 ) {
-    for p in 0..head_dim {
-        // SAFETY: `p < head_dim`: inside both operands by the caller's promise.
-        unsafe {
-            let q = (*from.start.add(p * from.dim_stride)).to_acc();
-            panel.add(p * panel_rows).write(q.mul_scalar(scale));
+    let panel_rows = task.panel_rows;
+    let mut factors = [A::ZERO; MAX_PANEL_ROWS];
+    for (lane, factor) in factors[..panel_rows].iter_mut().enumerate() {
+        let row = first_row + lane;
+        if row < task.rows && task.row_end(row) > 0 {
+            *factor = running_sum[row].reciprocal();
         }
     }
-}
-
-/// Writes lane 0 of a panel `[value_dim][panel_rows]`, times `factor`, to a row of the output.
-///
-/// # Safety
-/// `panel` must be valid for reading `value_dim` rows of `panel_rows`, `to` for writing `value_dim` elements at
-/// `dim_stride`.
-#[inline(always)]
-pub(crate) unsafe fn unpack_out_row<T: Element>(
-    panel: *const T::Acc,
-    panel_rows: usize,
-    value_dim: usize,
-    factor: T::Acc,
-    to: *mut T,
-    dim_stride: usize,
-) {
-    for d in 0..value_dim {
-        // SAFETY: `d < value_dim`: inside both operands by the caller's promise.
-        unsafe {
-            let acc = *panel.add(d * panel_rows);
-            to.add(d * dim_stride).write(T::from_acc(acc.mul_scalar(factor)));
+    let factors: [_; ROW_VECTORS] = core::array::from_fn(|vector| {
+        // SAFETY: `panel_rows` factors are there: ROW_VECTORS vectors.
+        unsafe { A::load::<S>(factors.as_ptr().add(vector * A::lanes::<S>())) }
+    });
+    for acc in as_rows::<S, A, ROW_VECTORS>(out_acc) {
+        for (acc, factor) in acc.iter_mut().zip(factors) {
+            *acc = A::mul_add(simd, *acc, factor, A::splat(simd, A::ZERO));
         }
     }
 }

@@ -6,6 +6,8 @@ use core::any::TypeId;
 
 use pulp::{Scalar128b, Scalar256b, Scalar512b, Simd};
 
+use super::transpose::SIDE;
+
 /// A number that fills SIMD lanes. The kernels are written over this, so that one text serves every accumulator.
 ///
 /// Where an operand is NaN: arithmetic gives NaN, `less_than` false, and `max` either operand.
@@ -40,6 +42,12 @@ pub(crate) trait Lane: Copy + Send + Sync + 'static {
     /// 2^x, see [`crate::kernels::exp`].
     fn exp2<S: Simd>(simd: S, x: Self::Vector<S>) -> Self::Vector<S>;
 
+    /// See [`transpose`](super::transpose::transpose).
+    ///
+    /// # Safety
+    /// Each of `from` must be valid for reading 8 elements, each of `to` (at most 8) for writing 8.
+    unsafe fn transpose<S: Simd>(simd: S, from: [*const Self; SIDE], to: &[*mut Self]);
+
     #[inline(always)]
     fn lanes<S: Simd>() -> usize {
         size_of::<Self::Vector<S>>() / size_of::<Self>()
@@ -60,6 +68,17 @@ pub(crate) trait Lane: Copy + Send + Sync + 'static {
         // SAFETY: valid by the caller's promise.
         unsafe { to.cast::<Self::Vector<S>>().write_unaligned(value) }
     }
+}
+
+/// The vectors of a scratch array, `ROW_VECTORS` to a row.
+#[inline(always)]
+pub(crate) fn as_rows<S: Simd, A: Lane, const ROW_VECTORS: usize>(
+    array: &mut [A],
+) -> &mut [[A::Vector<S>; ROW_VECTORS]] {
+    let len = array.len() / (ROW_VECTORS * A::lanes::<S>());
+    assert!(array.as_ptr().cast::<A::Vector<S>>().is_aligned());
+    // SAFETY: aligned (asserted), `len` whole rows, and a vector is an array of `A` in memory.
+    unsafe { std::slice::from_raw_parts_mut(array.as_mut_ptr().cast(), len) }
 }
 
 /// Whether a fused multiply-add is an instruction of the set. On pulp's portable sets it is a call of libm for each
@@ -137,6 +156,11 @@ impl Lane for f32 {
     #[inline(always)]
     fn select<S: Simd>(simd: S, mask: S::m32s, yes: S::f32s, no: S::f32s) -> S::f32s {
         simd.select_f32s(mask, yes, no)
+    }
+    #[inline(always)]
+    unsafe fn transpose<S: Simd>(simd: S, from: [*const f32; SIDE], to: &[*mut f32]) {
+        // SAFETY: the same contract.
+        unsafe { super::transpose::transpose(simd, from, to) }
     }
     #[inline(always)]
     fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
