@@ -19,8 +19,10 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) task: &'t RowBlock,
     pub(crate) first_key: usize,
     pub(crate) keys: usize,
+    /// Valid for reading `keys` rows of `head_dim` elements at `k_stride`.
     pub(crate) k: *const A,
     pub(crate) k_stride: usize,
+    /// Valid for reading `keys` rows of `value_dim` elements at `v_stride`.
     pub(crate) v: *const A,
     pub(crate) v_stride: usize,
     pub(crate) head_dim: usize,
@@ -42,6 +44,25 @@ impl<A: Lane> WithTiles for KeyBlock<'_, '_, A> {
     }
 }
 
+/// Which rows of a panel meet which keys of the block. Keys count from the start of the block.
+#[derive(Clone, Copy)]
+struct Span {
+    rows: Vectors,
+    first_key: usize,
+    /// Half-open.
+    end: usize,
+    /// Whether P V multiplies the old accumulators first: the first span of each row does.
+    rescales: bool,
+}
+
+/// Vectors of a panel.
+#[derive(Clone, Copy, PartialEq)]
+enum Vectors {
+    All,
+    LowerHalf,
+    UpperHalf,
+}
+
 impl<A: Lane> KeyBlock<'_, '_, A> {
     #[inline(always)]
     fn run_panel<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
@@ -50,84 +71,155 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         first_row: usize,
         values_finite: &mut Option<bool>,
     ) {
-        let Self { task, first_key, head_dim, value_dim, .. } = *self;
+        let Self { task, first_key, keys: block_keys, value_dim, .. } = *self;
         let panel_rows = task.panel_rows;
-        let last_row = (first_row + panel_rows).min(task.rows) - 1;
-        let relative_end = |row| task.row_end(row).saturating_sub(first_key).min(self.keys);
+        let row_end = |row: usize| {
+            let row = first_row + row.min(task.rows - first_row - 1);
+            task.row_end(row).saturating_sub(first_key).min(block_keys)
+        };
         // Every row of the panel sees keys below `full_end`, none sees keys from `keys` on.
-        let (full_end, keys) = (relative_end(first_row), relative_end(last_row));
+        let (full_end, keys) = (row_end(0), row_end(panel_rows - 1));
         if keys == 0 {
             return;
         }
-        let scratch = &mut *self.scratch;
-        let panel = first_row / panel_rows;
-        let q_panel = &scratch.q_panels[panel * head_dim * panel_rows..][..head_dim * panel_rows];
-        let out_acc = &mut scratch.out_acc[panel * value_dim * panel_rows..][..value_dim * panel_rows];
-        let scores = &mut scratch.scores[..keys * panel_rows];
-        // SAFETY: `block` gave `keys` rows of K, `q_panel` and `scores` have just been cut to size.
-        unsafe {
-            score_block::<S, A, TILE, SHORT, ROW_VECTORS>(
-                simd,
-                ScoreBlock {
-                    k: self.k,
-                    k_stride: self.k_stride,
-                    keys,
-                    head_dim,
-                    q_panel: q_panel.as_ptr(),
-                    scores: scores.as_mut_ptr(),
-                    panel_rows,
-                },
-            );
+        let is_edge = full_end < keys;
+        // The rows of the lower half see no key from `half_end` on: the corner of the diagonal costs half. A half that
+        // sees no key of the block keeps its accumulators as they are, its rescale would be 1.
+        let half_end = row_end(panel_rows / 2 - 1);
+        let span = |rows, first_key, end| Some(Span { rows, first_key, end, rescales: first_key == 0 });
+        let spans = if task.rows - first_row <= panel_rows / 2 {
+            [span(Vectors::LowerHalf, 0, keys), None]
+        } else if half_end == keys {
+            [span(Vectors::All, 0, keys), None]
+        } else if half_end == 0 {
+            [None, span(Vectors::UpperHalf, 0, keys)]
+        } else {
+            [span(Vectors::All, 0, half_end), span(Vectors::UpperHalf, half_end, keys)]
+        };
+
+        for span in spans.into_iter().flatten() {
+            self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
         }
-        let score_rows = as_rows::<S, A, ROW_VECTORS>(scores);
         let mut row_ends = [A::ZERO; MAX_PANEL_ROWS];
-        if full_end < keys {
-            for (lane, row_end) in row_ends[..panel_rows].iter_mut().enumerate() {
-                *row_end = A::from_index(relative_end((first_row + lane).min(task.rows - 1)));
+        let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores[..keys * panel_rows]);
+        if is_edge {
+            for (row, end) in row_ends[..panel_rows].iter_mut().enumerate() {
+                *end = A::from_index(row_end(row));
             }
             // SAFETY: `panel_rows` ends are there: ROW_VECTORS vectors.
             let row_ends =
                 core::array::from_fn(|vector| unsafe { A::load::<S>(row_ends.as_ptr().add(vector * A::lanes::<S>())) });
-            hide_keys::<S, A, ROW_VECTORS>(simd, &mut score_rows[full_end..], full_end, &row_ends);
+            hide_keys::<S, A, ROW_VECTORS>(simd, &mut scores[full_end..], full_end, &row_ends);
         }
-        let rescale = &mut scratch.rescale[..panel_rows];
         let state = RowState {
-            running_max: &mut as_rows::<S, A, ROW_VECTORS>(&mut scratch.running_max[first_row..][..panel_rows])[0],
-            running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut scratch.running_sum[first_row..][..panel_rows])[0],
-            rescale: &mut as_rows::<S, A, ROW_VECTORS>(rescale)[0],
+            running_max: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_max[first_row..][..panel_rows])[0],
+            running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_sum[first_row..][..panel_rows])[0],
+            rescale: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.rescale[..panel_rows])[0],
         };
-        softmax_step::<S, A, ROW_VECTORS>(simd, score_rows, state);
-        let mut values = ValueBlock {
-            v: self.v,
-            v_stride: self.v_stride,
+        softmax_step::<S, A, ROW_VECTORS>(simd, scores, state);
+
+        let hidden_values_are_finite = !is_edge
+            || *values_finite.get_or_insert_with(|| {
+                // SAFETY: `v` is valid for `self.keys` rows (see the field).
+                unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) }
+            });
+        if hidden_values_are_finite {
+            for span in spans.into_iter().flatten() {
+                self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
+            }
+        } else {
+            let seen_by_all = Span { rows: Vectors::All, first_key: 0, end: full_end, rescales: true };
+            self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, seen_by_all);
+            let rest = Span { first_key: full_end, end: keys, rescales: false, ..seen_by_all };
+            let block = self.value_operands::<S, ROW_VECTORS>(first_row, rest);
+            // SAFETY: `value_operands` gives what the kernel reads and writes; `panel_rows` ends are there.
+            unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, full_end, row_ends.as_ptr()) };
+        }
+    }
+
+    /// Q K^T of a span, into `scratch.scores`.
+    #[inline(always)]
+    fn scores<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+        &mut self,
+        simd: S,
+        first_row: usize,
+        span: Span,
+    ) {
+        let Self { k, k_stride, head_dim, .. } = *self;
+        let panel_rows = self.task.panel_rows;
+        let first_lane = first_lane(span.rows, panel_rows);
+        let keys = span.end - span.first_key;
+        let q_panel = &self.scratch.q_panels[first_row * head_dim..][..head_dim * panel_rows];
+        let scores = &mut self.scratch.scores[span.first_key * panel_rows..][..keys * panel_rows];
+        let block = ScoreBlock {
+            k: k.wrapping_add(span.first_key * k_stride),
+            k_stride,
             keys,
-            value_dim,
-            probs: scores.as_ptr(),
-            rescale: rescale.as_ptr(),
-            out_acc: out_acc.as_mut_ptr(),
+            head_dim,
+            q_panel: q_panel[first_lane..].as_ptr(),
+            scores: scores.as_mut_ptr().wrapping_add(first_lane),
             panel_rows,
         };
-        let mut selected = None;
-        // SAFETY: `block` gave `keys` rows of V; `scores`, `rescale` and `out_acc` have just been cut to size, and
-        // `selected` continues where `values` stops.
+        // SAFETY: `k` is valid for `self.keys >= span.end` rows (see the field); `q_panel` and `scores` have just been
+        // cut to size, and a half starts half a row in and is half as wide.
         unsafe {
-            if full_end < keys {
-                let finite = *values_finite
-                    .get_or_insert_with(|| packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]));
-                if !finite {
-                    values.keys = full_end;
-                    selected = Some(ValueBlock {
-                        v: self.v.wrapping_add(full_end * self.v_stride),
-                        keys: keys - full_end,
-                        probs: scores[full_end * panel_rows..].as_ptr(),
-                        ..values
-                    });
-                }
-            }
-            value_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, values);
-            if let Some(selected) = selected {
-                value_block_selected::<S, A, ROW_VECTORS>(simd, selected, full_end, row_ends.as_ptr());
+            match (span.rows, ROW_VECTORS) {
+                (Vectors::All, _) => score_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
+                (_, 2) => score_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) => score_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
+                _ => unreachable!("panels have 2 or 4 vectors"),
             }
         }
     }
+
+    /// P V of a span, into `scratch.out_acc`.
+    #[inline(always)]
+    fn values<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+        &mut self,
+        simd: S,
+        first_row: usize,
+        span: Span,
+    ) {
+        let block = self.value_operands::<S, ROW_VECTORS>(first_row, span);
+        // SAFETY: `value_operands` gives what the kernels read and write.
+        unsafe {
+            match (span.rows, ROW_VECTORS) {
+                (Vectors::All, _) => value_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
+                (_, 2) => value_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) => value_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
+                _ => unreachable!("panels have 2 or 4 vectors"),
+            }
+        }
+    }
+
+    /// Operands of P V: `v` valid for the span's keys, scratch arrays cut to size, starting at the span's first lane.
+    #[inline(always)]
+    fn value_operands<S: Simd, const ROW_VECTORS: usize>(&mut self, first_row: usize, span: Span) -> ValueBlock<A> {
+        let Self { v, v_stride, value_dim, .. } = *self;
+        let panel_rows = self.task.panel_rows;
+        let first_lane = first_lane(span.rows, panel_rows);
+        let keys = span.end - span.first_key;
+        let probs = &self.scratch.scores[span.first_key * panel_rows..][..keys * panel_rows];
+        let out_acc = &mut self.scratch.out_acc[first_row * value_dim..][..value_dim * panel_rows];
+        let rescale = &self.scratch.rescale[first_lane..panel_rows];
+        ValueBlock {
+            v: v.wrapping_add(span.first_key * v_stride),
+            v_stride,
+            keys,
+            value_dim,
+            probs: probs.as_ptr().wrapping_add(first_lane),
+            rescale: span.rescales.then_some(rescale.as_ptr()),
+            out_acc: out_acc.as_mut_ptr().wrapping_add(first_lane),
+            panel_rows,
+        }
+    }
+}
+
+/// Tiles of half a panel: half as many vectors, so twice as many keys or dims keep the FMA units busy.
+const HALF_TILE: usize = 12;
+const HALF_SHORT: usize = 8;
+
+#[inline(always)]
+fn first_lane(rows: Vectors, panel_rows: usize) -> usize {
+    if rows == Vectors::UpperHalf { panel_rows / 2 } else { 0 }
 }

@@ -19,8 +19,8 @@ pub(crate) struct ValueBlock<A> {
     pub(crate) value_dim: usize,
     /// `[keys][panel_rows]`.
     pub(crate) probs: *const A,
-    /// `[panel_rows]`.
-    pub(crate) rescale: *const A,
+    /// `[panel_rows]`; `None` leaves the accumulators as they are.
+    pub(crate) rescale: Option<*const A>,
     /// `[value_dim][panel_rows]`, read and written.
     pub(crate) out_acc: *mut A,
     /// Elements between neighbouring keys of `probs` and dims of `out_acc`.
@@ -78,11 +78,16 @@ unsafe fn value_tile<S: Simd, A: Lane, const DIMS: usize, const ROW_VECTORS: usi
     // caller's promise.
     unsafe {
         let mut acc: [[A::Vector<S>; ROW_VECTORS]; DIMS] = core::array::from_fn(|dim| {
-            core::array::from_fn(|vector| {
-                let old = A::load::<S>(out_acc.add(dim * panel_rows + vector * lanes));
-                A::mul(simd, old, A::load::<S>(rescale.add(vector * lanes)))
-            })
+            core::array::from_fn(|vector| A::load::<S>(out_acc.add(dim * panel_rows + vector * lanes)))
         });
+        if let Some(rescale) = rescale {
+            for vector in 0..ROW_VECTORS {
+                let rescale = A::load::<S>(rescale.add(vector * lanes));
+                for acc in &mut acc {
+                    acc[vector] = A::mul(simd, acc[vector], rescale);
+                }
+            }
+        }
         let (mut v, mut probs) = (block.v, block.probs);
         for _ in 0..keys {
             let p: [A::Vector<S>; ROW_VECTORS] = core::array::from_fn(|vector| A::load::<S>(probs.add(vector * lanes)));
