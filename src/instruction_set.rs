@@ -180,6 +180,36 @@ impl InstructionSet {
     }
 }
 
+/// The name of the set whose code really runs when `set` is asked for, told from inside the dispatched code. For tests.
+#[doc(hidden)]
+pub fn executed_instruction_set(set: InstructionSet) -> &'static str {
+    struct Executed;
+    impl WithTiles for Executed {
+        type Output = &'static str;
+        #[inline(always)]
+        fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, _: S) -> &'static str {
+            let set = std::any::TypeId::of::<S>();
+            #[cfg(target_arch = "x86_64")]
+            if set == std::any::TypeId::of::<pulp::x86::V4>() {
+                return "avx512";
+            } else if set == std::any::TypeId::of::<pulp::x86::V3>() {
+                return "avx2";
+            }
+            #[cfg(target_arch = "aarch64")]
+            if set == std::any::TypeId::of::<pulp::aarch64::Neon>() {
+                return "neon";
+            }
+            match S::F32_LANES {
+                _ if crate::kernels::lane::has_fma::<S>() => "unknown",
+                4 => "portable",
+                8 => "portable-256",
+                _ => "portable-512",
+            }
+        }
+    }
+    set.run(Executed)
+}
+
 impl PartialEq for InstructionSet {
     fn eq(&self, other: &Self) -> bool {
         self.name() == other.name()
@@ -204,5 +234,31 @@ impl std::str::FromStr for InstructionSet {
     type Err = AttentionError;
     fn from_str(name: &str) -> Result<Self, AttentionError> {
         Self::from_name(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_the_named_set_is_the_one_that_executes() {
+        let mut sets: Vec<_> = InstructionSet::available().collect();
+        assert_eq!(sets[0], InstructionSet::detect());
+        assert_eq!(sets.last().map(|set| set.name()), Some("portable"));
+        sets.extend([InstructionSet::portable_256(), InstructionSet::portable_512()]);
+        for set in sets {
+            assert_eq!(InstructionSet::from_name(set.name()), Ok(set));
+            assert_eq!(executed_instruction_set(set), set.name());
+        }
+    }
+
+    #[test]
+    fn unknown_and_unavailable_names_are_told_apart() {
+        assert!(matches!(InstructionSet::from_name("sse9"), Err(AttentionError::UnknownInstructionSet { .. })));
+        let foreign = if cfg!(target_arch = "aarch64") { "avx2" } else { "neon" };
+        let error = InstructionSet::from_name(foreign).unwrap_err();
+        assert!(matches!(&error, AttentionError::UnavailableInstructionSet { .. }));
+        assert!(error.to_string().contains("portable"), "{error}");
     }
 }

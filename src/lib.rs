@@ -75,6 +75,8 @@ pub use config::{AttentionConfig, CausalAlignment, Mask, Parallelism};
 pub use element::{Accumulator, Element};
 pub use error::AttentionError;
 pub use instruction_set::InstructionSet;
+#[doc(hidden)]
+pub use instruction_set::executed_instruction_set;
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};

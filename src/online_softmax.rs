@@ -30,30 +30,25 @@ pub(crate) fn softmax_step<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     scores: &mut [[A::Vector<S>; ROW_VECTORS]],
     state: RowState<'_, A::Vector<S>>,
 ) {
-    let negative_infinity = A::splat(simd, A::NEG_INFINITY);
-    let old_max: [_; ROW_VECTORS] = core::array::from_fn(|vector| state.running_max[vector]);
-    let mut max = old_max;
-    for scores in scores.iter() {
-        for vector in 0..ROW_VECTORS {
-            max[vector] = A::max(simd, scores[vector], max[vector]);
+    // One vector of rows at a time: its state and the constants of exp2 then stay in 16 registers. Interleaving two
+    // vectors reloads the constants in every step (24 instead of 17 instructions a vector on AVX2).
+    for vector in 0..ROW_VECTORS {
+        let old_max = state.running_max[vector];
+        let mut max = old_max;
+        for scores in scores.iter() {
+            max = A::max(simd, scores[vector], max);
         }
-    }
-    let reference: [_; ROW_VECTORS] = core::array::from_fn(|vector| {
-        let is_finite_or_nan = A::less_than(simd, negative_infinity, max[vector]);
-        A::select(simd, is_finite_or_nan, max[vector], A::splat(simd, A::ZERO))
-    });
-    let mut block_sum = [A::splat(simd, A::ZERO); ROW_VECTORS];
-    for scores in scores.iter_mut() {
-        for vector in 0..ROW_VECTORS {
-            let prob = A::exp2(simd, A::sub(simd, scores[vector], reference[vector]));
-            block_sum[vector] = A::add(simd, block_sum[vector], prob);
+        let is_finite = A::less_than(simd, A::splat(simd, A::NEG_INFINITY), max);
+        let reference = A::select(simd, is_finite, max, A::splat(simd, A::ZERO));
+        let mut block_sum = A::splat(simd, A::ZERO);
+        for scores in scores.iter_mut() {
+            let prob = A::exp2(simd, A::sub(simd, scores[vector], reference));
+            block_sum = A::add(simd, block_sum, prob);
             scores[vector] = prob;
         }
-    }
-    for vector in 0..ROW_VECTORS {
-        let rescale = A::exp2(simd, A::sub(simd, old_max[vector], reference[vector]));
+        let rescale = A::exp2(simd, A::sub(simd, old_max, reference));
         state.rescale[vector] = rescale;
-        state.running_sum[vector] = A::mul_add(simd, state.running_sum[vector], rescale, block_sum[vector]);
-        state.running_max[vector] = max[vector];
+        state.running_sum[vector] = A::mul_add(simd, state.running_sum[vector], rescale, block_sum);
+        state.running_max[vector] = max;
     }
 }
