@@ -1,6 +1,6 @@
 //! Which numbers tensors may hold, and which type their products are accumulated in.
 
-use crate::prefill::TaskKernels;
+use crate::task::TaskKernels;
 
 /// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`.
 ///

@@ -19,6 +19,7 @@
 
 pub(crate) mod exp;
 pub(crate) mod lane;
+pub(crate) mod row;
 pub(crate) mod score_tile;
 pub(crate) mod transpose;
 pub(crate) mod value_tile;
@@ -63,6 +64,13 @@ impl TileSizes {
         self.row_vectors * self.lanes
     }
 }
+
+/// Up to this many rows a horizontal sum per score costs less than lanes that stay empty. [measured, 8 heads of T = 8,
+/// head_dim 64] 3.5 us against 5.4 us on AVX-512; T = 16: 10 us against 7 us.
+pub(crate) const MAX_DECODE_ROWS: usize = 8;
+
+/// No set has more lanes than this.
+pub(crate) const MAX_LANES: usize = 16;
 
 /// No set's panel has more rows than this.
 pub(crate) const MAX_PANEL_ROWS: usize = 32;
@@ -121,7 +129,7 @@ mod tests {
             let Ok(set) = crate::InstructionSet::from_name(name) else { continue };
             let sizes = set.tile_sizes();
             assert_eq!(set.run(Lanes), (sizes.tile, sizes.short, sizes.row_vectors, sizes.lanes), "{name}");
-            assert!(sizes.panel_rows() <= MAX_PANEL_ROWS);
+            assert!(sizes.panel_rows() <= MAX_PANEL_ROWS && sizes.lanes <= MAX_LANES);
         }
     }
 }

@@ -48,16 +48,17 @@
 //! <https://arxiv.org/abs/2307.08691>).
 //!
 //! # Module map
-//! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `prefill` (one task,
-//! `row_block`) -> `key_block` (one block of keys), `packing`, `mask`, `online_softmax` -> `kernels` (micro-tiles). [`reference`] is the specification in f64.
+//! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
+//! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `online_softmax` -> `kernels`
+//! (micro-tiles). [`reference`] is the specification in f64.
 
 mod attention;
 mod config;
+mod decode;
 mod element;
 mod error;
 mod instruction_set;
 mod kernels;
-mod key_block;
 mod mask;
 mod online_softmax;
 mod packing;
@@ -67,6 +68,7 @@ pub mod reference;
 mod row_block;
 mod schedule;
 mod shape;
+mod task;
 mod tensor;
 mod workspace;
 

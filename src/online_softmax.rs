@@ -52,3 +52,47 @@ pub(crate) fn softmax_step<S: Simd, A: Lane, const ROW_VECTORS: usize>(
         state.running_max[vector] = max;
     }
 }
+
+/// The same for one row whose keys lie in the lanes. `scores` are not scaled yet, and a whole number of vectors: what
+/// lies behind the first `keys` is padding, which gets a weight of 0. Gives the rescale of the old `out_acc`.
+#[inline(always)]
+pub(crate) fn softmax_row<S: Simd, A: Lane>(
+    simd: S,
+    (scores, keys): (&mut [A], usize),
+    scale: A,
+    running_max: &mut A,
+    running_sum: &mut A,
+) -> A {
+    let lanes = A::lanes::<S>();
+    let old_max = *running_max;
+    if keys == 1 && old_max == A::NEG_INFINITY {
+        // One key has all the weight, however small its score; NaN where the score is infinite or NaN.
+        let score = scores[0].mul_scalar(scale);
+        let weight = score.mul_scalar(A::ZERO).add_scalar(A::from_index(1));
+        (scores[0], *running_sum, *running_max) = (weight, weight, score);
+        return A::ZERO;
+    }
+    let scale = A::splat(simd, scale);
+    let mut max = A::splat(simd, old_max);
+    for scores in scores[..keys.next_multiple_of(lanes)].chunks_exact_mut(lanes) {
+        let scaled = A::mul(simd, A::load_slice::<S>(scores), scale);
+        A::store_slice::<S>(scores, scaled);
+    }
+    scores[keys..].fill(A::NEG_INFINITY);
+    for scores in scores.chunks_exact(lanes) {
+        max = A::max(simd, A::load_slice::<S>(scores), max);
+    }
+    let max = A::reduce_max(simd, max);
+    let reference = A::splat(simd, if max > A::NEG_INFINITY { max } else { A::ZERO });
+    let mut block_sum = A::splat(simd, A::ZERO);
+    for scores in scores.chunks_exact_mut(lanes) {
+        let prob = A::exp2(simd, A::sub(simd, A::load_slice::<S>(scores), reference));
+        block_sum = A::add(simd, block_sum, prob);
+        A::store_slice::<S>(scores, prob);
+    }
+    let block_sum = A::reduce_sum(simd, block_sum);
+    let rescale = A::first_lane::<S>(A::exp2(simd, A::sub(simd, A::splat(simd, old_max), reference)));
+    *running_sum = running_sum.mul_scalar(rescale).add_scalar(block_sum);
+    *running_max = max;
+    rescale
+}

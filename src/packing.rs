@@ -33,8 +33,8 @@ pub(crate) fn pack_keys<T: Element>(
     }
 }
 
-/// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. The last panel is filled up with copies
-/// of the last row.
+/// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. The last group of 8
+/// lanes is filled up with copies of the last row; what lies beyond is left as it was, nobody reads its results.
 pub(crate) struct PackQ<'a, A> {
     pub(crate) task: &'a RowBlock,
     /// Valid for reading at every index inside the layout; unit last stride.
@@ -58,7 +58,7 @@ impl<A: Lane> WithTiles for PackQ<'_, A> {
             if first_row >= task.rows {
                 break;
             }
-            for lane in (0..panel_rows).step_by(SIDE) {
+            for lane in (0..panel_rows.min(task.rows - first_row)).step_by(SIDE) {
                 // SAFETY: the index is inside the layout, where `q` is valid.
                 let from: [*const A; SIDE] = core::array::from_fn(|i| unsafe {
                     q.add(layout.offset(task.index((first_row + lane + i).min(task.rows - 1))))

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use crate::kernels::TileSizes;
+use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
-use crate::prefill::Prefill;
+use crate::task::Call;
 use crate::workspace::ScratchSizes;
 use crate::{
     AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element, InstructionSet,
@@ -60,9 +60,19 @@ pub struct AttentionPlan {
     scratch: ScratchSizes,
 }
 
+/// Which way rows are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Path {
+    /// A row per lane.
+    Prefill,
+    /// `head_dim` in the lanes: for so few rows that the lanes would stay empty.
+    Decode,
+}
+
 /// How rows and keys are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
+    pub(crate) path: Path,
     /// Rows of one (batch, KV head): `q_len * group_size`.
     pub(crate) rows: usize,
     pub(crate) panel_rows: usize,
@@ -76,7 +86,8 @@ pub(crate) struct Blocks {
 impl Blocks {
     fn new(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
         let rows = shape.q_len.checked_mul(shape.group_size())?;
-        let panel_rows = tiles.panel_rows();
+        let path = if rows <= MAX_DECODE_ROWS { Path::Decode } else { Path::Prefill };
+        let panel_rows = if path == Path::Decode { 1 } else { tiles.panel_rows() };
         let panels = rows.div_ceil(panel_rows);
         let heads = shape.batch.checked_mul(shape.num_kv_heads)?;
         let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<f32>())?;
@@ -89,8 +100,9 @@ impl Blocks {
         // Even blocks: 9 panels as 5 + 4, not 8 + 1.
         let task_panels = panels.div_ceil(row_blocks.max(1));
         row_blocks.checked_mul(heads)?;
-        let kv_block = KV_BLOCK.min(shape.kv_len);
-        Some(Self { rows, panel_rows, task_rows: task_panels * panel_rows, row_blocks, kv_block })
+        // Decode reads whole vectors of scores.
+        let kv_block = KV_BLOCK.min(shape.kv_len.checked_next_multiple_of(MAX_LANES)?);
+        Some(Self { path, rows, panel_rows, task_rows: task_panels * panel_rows, row_blocks, kv_block })
     }
 }
 
@@ -165,13 +177,16 @@ impl AttentionPlan {
             return Err(AttentionError::WorkspaceTooSmall { needed, len });
         }
         let AttentionShape { batch, num_kv_heads, .. } = self.shape;
-        let prefill = Prefill::new(self, inputs, outputs);
-        schedule::for_each_task(
+        let call = Call::new(self, inputs, outputs);
+        schedule::for_each_worker(
             self.threads,
             self.blocks.row_blocks * batch * num_kv_heads,
             workspace.as_mut_slice(),
             self.thread_bytes(),
-            &|task, scratch: &mut [u8]| prefill.run_task(task, self.scratch.carve(scratch)),
+            &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
+                let mut scratch = self.scratch.carve(scratch);
+                tasks.for_each(|task| call.run_task(task, &mut scratch));
+            },
         );
         Ok(())
     }
@@ -195,10 +210,11 @@ impl AttentionPlan {
 impl fmt::Display for AttentionPlan {
     /// One line: the path, the instruction set, the blocks, the threads, the workspace.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Blocks { panel_rows, task_rows, row_blocks, kv_block, .. } = self.blocks;
+        let Blocks { path, panel_rows, task_rows, row_blocks, kv_block, .. } = self.blocks;
+        let path = if path == Path::Decode { "decode" } else { "prefill" };
         write!(
             f,
-            "prefill on {}: {} tasks of {task_rows} rows (panels of {panel_rows}) x blocks of {kv_block} keys, \
+            "{path} on {}: {} tasks of {task_rows} rows (panels of {panel_rows}) x blocks of {kv_block} keys, \
              {} threads, {} KiB workspace",
             self.instruction_set.name(),
             row_blocks * self.shape.batch * self.shape.num_kv_heads,

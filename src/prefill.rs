@@ -1,204 +1,213 @@
-//! One task: a block of rows of one KV head against the blocks of keys that they see.
-//!
-//! Pack Q, then for every block of keys up to the last one that any row sees: pack K and V where they do not lie as the
-//! kernels read them, and run all panels ([`KeyBlock`]). Then divide and write.
+//! All panels of a task against one block of keys: scores -> hide (edge blocks) -> softmax step -> values.
+//! Rows lie in the lanes; see `kernels`.
 
 #![allow(unsafe_code)]
 
-use std::marker::PhantomData;
-use std::ops::Range;
+use pulp::Simd;
 
-use crate::kernels::lane::Lane;
-use crate::key_block::KeyBlock;
-use crate::packing::{PackQ, UnpackOut, pack_keys};
-use crate::row_block::RowBlock;
-use crate::tensor::Layout;
-use crate::workspace::Scratch;
-use crate::{AttentionInputs, AttentionOutputs, AttentionPlan, Element, InstructionSet, TensorView};
+use crate::kernels::lane::{Lane, as_rows};
+use crate::kernels::score_tile::{ScoreBlock, score_block};
+use crate::kernels::value_tile::{ValueBlock, value_block, value_block_selected};
+use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
+use crate::mask::hide_keys;
+use crate::online_softmax::{RowState, softmax_step};
+use crate::packing;
+use crate::row_block::KeyBlock;
 
-/// The vector code of a task, for one accumulator type. Not generic, so that it is compiled once and in this crate, with
-/// this crate's optimisation level, however many element types (and crates) call it.
-pub(crate) trait TaskKernels: Lane {
-    fn pack_q(set: InstructionSet, op: PackQ<'_, Self>);
-    fn key_block(set: InstructionSet, op: KeyBlock<'_, '_, Self>);
-    fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self>);
+/// All panels of a task against one block of keys.
+pub(crate) struct PrefillBlock<'t, 's, A>(pub(crate) KeyBlock<'t, 's, A>);
+
+impl<A: Lane> WithTiles for PrefillBlock<'_, '_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
+        let mut block = self.0;
+        let panel_rows = block.task.panel_rows;
+        assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
+        let mut values_finite = None;
+        for first_row in (0..block.task.rows).step_by(panel_rows) {
+            block.run_panel::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, &mut values_finite);
+        }
+    }
 }
 
-impl TaskKernels for f32 {
-    fn pack_q(set: InstructionSet, op: PackQ<'_, f32>) {
-        set.run(op);
-    }
-    fn key_block(set: InstructionSet, op: KeyBlock<'_, '_, f32>) {
-        set.run(op);
-    }
-    fn unpack_out(set: InstructionSet, op: UnpackOut<'_, f32>) {
-        set.run(op);
-    }
+/// Which rows of a panel meet which keys of the block. Keys count from the start of the block.
+#[derive(Clone, Copy)]
+struct Span {
+    rows: Vectors,
+    first_key: usize,
+    /// Half-open.
+    end: usize,
+    /// Whether P V multiplies the old accumulators first: the first span of each row does.
+    rescales: bool,
 }
 
-/// A planned call on tensors that were checked against the plan.
-pub(crate) struct Prefill<'a, T: Element, K> {
-    plan: &'a AttentionPlan,
-    inputs: &'a AttentionInputs<'a, T, K>,
-    out: *mut T,
-    out_layout: Layout,
-    logsumexp: Option<*mut T::Acc>,
-    outputs: PhantomData<&'a mut T>,
+/// Vectors of a panel.
+#[derive(Clone, Copy, PartialEq)]
+enum Vectors {
+    All,
+    LowerHalf,
+    UpperHalf,
 }
 
-// SAFETY: `out` and `logsumexp` come from exclusive borrows that last as long as `'a`. Tasks write only the rows of their
-// own (batch, KV head, row block), which are disjoint: the schedule hands out each task once, and a mutable view has
-// no two elements at one place.
-unsafe impl<T: Element, K: Element> Sync for Prefill<'_, T, K> {}
-
-impl<'a, T: Element, K: Element<Acc = T::Acc>> Prefill<'a, T, K> {
-    /// The caller has checked that the tensors have the plan's shape.
-    pub(crate) fn new(
-        plan: &'a AttentionPlan,
-        inputs: &'a AttentionInputs<'a, T, K>,
-        outputs: &'a mut AttentionOutputs<'_, T>,
-    ) -> Self {
-        let out_layout = outputs.out.layout();
-        let logsumexp = outputs.logsumexp.as_mut().map(|logsumexp| logsumexp.as_mut_ptr());
-        Self { plan, inputs, out: outputs.out.as_mut_ptr(), out_layout, logsumexp, outputs: PhantomData }
-    }
-
-    pub(crate) fn run_task(&self, task: usize, mut scratch: Scratch<'_, T::Acc>) {
-        let plan = self.plan;
-        let task = RowBlock::new(plan, task);
-        self.start(&task, &mut scratch);
-        let kv_end = task.row_end(task.rows - 1);
-        for first_key in (0..kv_end).step_by(plan.blocks.kv_block) {
-            let keys = first_key..(first_key + plan.blocks.kv_block).min(kv_end);
-            let [k_scratch_stride, v_scratch_stride] = scratch.strides;
-            let (k, k_stride) =
-                self.read_block(&self.inputs.k, &task, keys.clone(), (&mut *scratch.k_block, k_scratch_stride));
-            let (v, v_stride) =
-                self.read_block(&self.inputs.v, &task, keys.clone(), (&mut *scratch.v_block, v_scratch_stride));
-            T::Acc::key_block(
-                plan.instruction_set,
-                KeyBlock {
-                    task: &task,
-                    first_key,
-                    keys: keys.len(),
-                    k,
-                    k_stride,
-                    v,
-                    v_stride,
-                    head_dim: plan.shape.head_dim,
-                    value_dim: plan.shape.value_dim,
-                    scratch: &mut scratch,
-                },
-            );
-        }
-        self.finish(&task, scratch);
-    }
-
-    /// Packs Q and clears the rows' state.
-    fn start(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
-        scratch.out_acc.fill(T::Acc::ZERO);
-        scratch.running_max.fill(T::Acc::NEG_INFINITY);
-        scratch.running_sum.fill(T::Acc::ZERO);
-        let scale = T::Acc::from_f64(self.plan.softmax_scale * std::f64::consts::LOG2_E);
-        let layout = self.inputs.q.layout();
-        let q = self.inputs.q.data();
-        if let Some(q) = T::as_acc(q)
-            && layout.strides[3] == 1
-        {
-            let op = PackQ { task, q: q.as_ptr(), layout, scale, q_panels: &mut *scratch.q_panels };
-            return T::Acc::pack_q(self.plan.instruction_set, op);
-        }
-        let head_dim = self.plan.shape.head_dim;
-        for row in 0..task.rows.next_multiple_of(task.panel_rows) {
-            let (panel, lane) = (row / task.panel_rows, row % task.panel_rows);
-            let from = layout.offset(task.index(row.min(task.rows - 1)));
-            let to = &mut scratch.q_panels[panel * task.panel_rows * head_dim..][..task.panel_rows * head_dim];
-            for p in 0..head_dim {
-                to[p * task.panel_rows + lane] = q[from + p * layout.strides[3]].to_acc().mul_scalar(scale);
-            }
-        }
-    }
-
-    /// A block of keys (or values) as the kernels read it, with its stride: in place, or packed into `scratch`.
-    fn read_block(
-        &self,
-        tensor: &TensorView<'_, K>,
-        task: &RowBlock,
-        keys: Range<usize>,
-        (scratch, scratch_stride): (&mut [T::Acc], usize),
-    ) -> (*const T::Acc, usize) {
-        let layout = tensor.layout();
-        let [.., key_stride, dim_stride] = layout.strides;
-        let dim = layout.shape[3];
-        if dim == 0 {
-            return (scratch.as_ptr(), 0); // nothing will be read
-        }
-        let from = &tensor.data()[layout.offset([task.batch, task.kv_head, keys.start])..];
-        if let Some(from) = K::as_acc(from)
-            && (dim_stride == 1 || dim == 1)
-            && !worth_packing(task, key_stride, dim)
-        {
-            return (from.as_ptr(), key_stride);
-        }
-        let packed = &mut scratch[..keys.len() * scratch_stride];
-        pack_keys(from, [key_stride, dim_stride], [keys.len(), dim], packed);
-        (packed.as_ptr(), scratch_stride)
-    }
-
-    /// Divides by the running sums and writes the rows.
-    fn finish(&self, task: &RowBlock, scratch: Scratch<'_, T::Acc>) {
-        if let Some(logsumexp) = self.logsumexp {
-            self.write_logsumexp(task, &scratch, logsumexp);
-        }
-        let layout = self.out_layout;
-        if layout.shape[3] == 0 {
+impl<A: Lane> KeyBlock<'_, '_, A> {
+    #[inline(always)]
+    fn run_panel<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+        &mut self,
+        simd: S,
+        first_row: usize,
+        values_finite: &mut Option<bool>,
+    ) {
+        let Self { task, first_key, keys: block_keys, value_dim, .. } = *self;
+        let panel_rows = task.panel_rows;
+        let row_end = |row: usize| {
+            let row = first_row + row.min(task.rows - first_row - 1);
+            task.row_end(row).saturating_sub(first_key).min(block_keys)
+        };
+        // Every row of the panel sees keys below `full_end`, none sees keys from `keys` on.
+        let (full_end, keys) = (row_end(0), row_end(panel_rows - 1));
+        if keys == 0 {
             return;
         }
-        if let Some(out) = T::as_acc_mut(self.out)
-            && layout.strides[3] == 1
-        {
-            let Scratch { out_acc, running_sum, .. } = scratch;
-            return T::Acc::unpack_out(
-                self.plan.instruction_set,
-                UnpackOut { task, out_acc, running_sum, out, layout },
-            );
+        let is_edge = full_end < keys;
+        // The rows of the lower half see no key from `half_end` on: the corner of the diagonal costs half. A half that
+        // sees no key of the block keeps its accumulators as they are, its rescale would be 1.
+        let half_end = row_end(panel_rows / 2 - 1);
+        let span = |rows, first_key, end| Some(Span { rows, first_key, end, rescales: first_key == 0 });
+        let spans = if task.rows - first_row <= panel_rows / 2 {
+            [span(Vectors::LowerHalf, 0, keys), None]
+        } else if half_end == keys {
+            [span(Vectors::All, 0, keys), None]
+        } else if half_end == 0 {
+            [None, span(Vectors::UpperHalf, 0, keys)]
+        } else {
+            [span(Vectors::All, 0, half_end), span(Vectors::UpperHalf, half_end, keys)]
+        };
+
+        for span in spans.into_iter().flatten() {
+            self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
         }
-        for row in 0..task.rows {
-            let (panel, lane) = (row / task.panel_rows, row % task.panel_rows);
-            let from = &scratch.out_acc[panel * task.panel_rows * layout.shape[3]..];
-            let sees_nothing = task.row_end(row) == 0;
-            let factor = if sees_nothing { T::Acc::ZERO } else { scratch.running_sum[row].reciprocal() };
-            for d in 0..layout.shape[3] {
-                let value = from[d * task.panel_rows + lane].mul_scalar(factor).add_scalar(T::Acc::ZERO);
-                // SAFETY: the index is inside the shape of out (checked by the plan), whose view reaches no element
-                // outside its slice, and the row is this task's alone.
-                unsafe {
-                    self.out.add(layout.offset(task.index(row)) + d * layout.strides[3]).write(T::from_acc(value))
-                };
+        let mut row_ends = [A::ZERO; MAX_PANEL_ROWS];
+        let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores[..keys * panel_rows]);
+        if is_edge {
+            for (row, end) in row_ends[..panel_rows].iter_mut().enumerate() {
+                *end = A::from_index(row_end(row));
+            }
+            // SAFETY: `panel_rows` ends are there: ROW_VECTORS vectors.
+            let row_ends =
+                core::array::from_fn(|vector| unsafe { A::load::<S>(row_ends.as_ptr().add(vector * A::lanes::<S>())) });
+            hide_keys::<S, A, ROW_VECTORS>(simd, &mut scores[full_end..], full_end, &row_ends);
+        }
+        let state = RowState {
+            running_max: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_max[first_row..][..panel_rows])[0],
+            running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_sum[first_row..][..panel_rows])[0],
+            rescale: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.rescale[..panel_rows])[0],
+        };
+        softmax_step::<S, A, ROW_VECTORS>(simd, scores, state);
+
+        let hidden_values_are_finite = !is_edge
+            || *values_finite.get_or_insert_with(|| {
+                // SAFETY: `v` is valid for `self.keys` rows (see the field).
+                unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) }
+            });
+        if hidden_values_are_finite {
+            for span in spans.into_iter().flatten() {
+                self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
+            }
+        } else {
+            let seen_by_all = Span { rows: Vectors::All, first_key: 0, end: full_end, rescales: true };
+            self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, seen_by_all);
+            let rest = Span { first_key: full_end, end: keys, rescales: false, ..seen_by_all };
+            let block = self.value_operands::<S, ROW_VECTORS>(first_row, rest);
+            // SAFETY: `value_operands` gives what the kernel reads and writes; `panel_rows` ends are there.
+            unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, full_end, row_ends.as_ptr()) };
+        }
+    }
+
+    /// Q K^T of a span, into `scratch.scores`.
+    #[inline(always)]
+    fn scores<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+        &mut self,
+        simd: S,
+        first_row: usize,
+        span: Span,
+    ) {
+        let Self { k, k_stride, head_dim, .. } = *self;
+        let panel_rows = self.task.panel_rows;
+        let first_lane = first_lane(span.rows, panel_rows);
+        let keys = span.end - span.first_key;
+        let q_panel = &self.scratch.q_panels[first_row * head_dim..][..head_dim * panel_rows];
+        let scores = &mut self.scratch.scores[span.first_key * panel_rows..][..keys * panel_rows];
+        let block = ScoreBlock {
+            k: k.wrapping_add(span.first_key * k_stride),
+            k_stride,
+            keys,
+            head_dim,
+            q_panel: q_panel[first_lane..].as_ptr(),
+            scores: scores.as_mut_ptr().wrapping_add(first_lane),
+            panel_rows,
+        };
+        // SAFETY: `k` is valid for `self.keys >= span.end` rows (see the field); `q_panel` and `scores` have just been
+        // cut to size, and a half starts half a row in and is half as wide.
+        unsafe {
+            match (span.rows, ROW_VECTORS) {
+                (Vectors::All, _) => score_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
+                (_, 2) => score_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) => score_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
+                _ => unreachable!("panels have 2 or 4 vectors"),
             }
         }
     }
 
-    fn write_logsumexp(&self, task: &RowBlock, scratch: &Scratch<'_, T::Acc>, logsumexp: *mut T::Acc) {
-        let [_, num_heads, q_len, _] = self.out_layout.shape;
-        for row in 0..task.rows {
-            let value = match task.row_end(row) {
-                0 => T::Acc::NEG_INFINITY,
-                _ => T::Acc::logsumexp(scratch.running_max[row], scratch.running_sum[row]),
-            };
-            let [batch, head, query] = task.index(row);
-            // SAFETY: the slice holds batch * num_heads * q_len elements (checked by the plan) and this one is this
-            // task's alone.
-            unsafe { logsumexp.add((batch * num_heads + head) * q_len + query).write(value) };
+    /// P V of a span, into `scratch.out_acc`.
+    #[inline(always)]
+    fn values<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+        &mut self,
+        simd: S,
+        first_row: usize,
+        span: Span,
+    ) {
+        let block = self.value_operands::<S, ROW_VECTORS>(first_row, span);
+        // SAFETY: `value_operands` gives what the kernels read and write.
+        unsafe {
+            match (span.rows, ROW_VECTORS) {
+                (Vectors::All, _) => value_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
+                (_, 2) => value_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) => value_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
+                _ => unreachable!("panels have 2 or 4 vectors"),
+            }
+        }
+    }
+
+    /// Operands of P V: `v` valid for the span's keys, scratch arrays cut to size, starting at the span's first lane.
+    #[inline(always)]
+    fn value_operands<S: Simd, const ROW_VECTORS: usize>(&mut self, first_row: usize, span: Span) -> ValueBlock<A> {
+        let Self { v, v_stride, value_dim, .. } = *self;
+        let panel_rows = self.task.panel_rows;
+        let first_lane = first_lane(span.rows, panel_rows);
+        let keys = span.end - span.first_key;
+        let probs = &self.scratch.scores[span.first_key * panel_rows..][..keys * panel_rows];
+        let out_acc = &mut self.scratch.out_acc[first_row * value_dim..][..value_dim * panel_rows];
+        let rescale = &self.scratch.rescale[first_lane..panel_rows];
+        ValueBlock {
+            v: v.wrapping_add(span.first_key * v_stride),
+            v_stride,
+            keys,
+            value_dim,
+            probs: probs.as_ptr().wrapping_add(first_lane),
+            rescale: span.rescales.then_some(rescale.as_ptr()),
+            out_acc: out_acc.as_mut_ptr().wrapping_add(first_lane),
+            panel_rows,
         }
     }
 }
 
-/// Whether to copy a block whose keys the kernels could read where they lie. Where keys are not neighbours (token-major
-/// memory), every key is a page of its own, and strides of a power of two fall into few cache sets: [measured, 8
-/// heads of 128 in `[batch, seq, heads, head_dim]`, T = 2048, AVX2] 0.72 of FMA peak in place, 0.87 packed. The copy costs
-/// 0.5-1 % of a task of 8 panels and more; a task of few panels does not earn it back.
-fn worth_packing(task: &RowBlock, key_stride: usize, dim: usize) -> bool {
-    const FEWEST_PANELS: usize = 4;
-    key_stride != dim && task.rows > (FEWEST_PANELS - 1) * task.panel_rows
+/// Tiles of half a panel: half as many vectors, so twice as many keys or dims keep the FMA units busy.
+const HALF_TILE: usize = 12;
+const HALF_SHORT: usize = 8;
+
+#[inline(always)]
+fn first_lane(rows: Vectors, panel_rows: usize) -> usize {
+    if rows == Vectors::UpperHalf { panel_rows / 2 } else { 0 }
 }

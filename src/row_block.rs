@@ -1,11 +1,13 @@
-//! Which rows a task computes, and where they lie.
+//! Which rows a task computes and where they lie, and the block of keys that they meet.
 //!
 //! A row is (query, head of the group), query-major: row `r` of a KV head is query `r / group_size`, head `kv_head *
 //! group_size + r % group_size`. Neighbouring rows see nearly the same keys, and a few queries of a large group still
 //! fill the lanes.
 
 use crate::AttentionPlan;
+use crate::kernels::MAX_DECODE_ROWS;
 use crate::mask::VisibleKeys;
+use crate::workspace::Scratch;
 
 /// A task: a block of rows of one (batch, KV head).
 pub(crate) struct RowBlock {
@@ -35,16 +37,46 @@ impl RowBlock {
         }
     }
 
+    /// Query, and head within the group, of a row of the task.
+    #[inline(always)]
+    fn split(&self, row: usize) -> (usize, usize) {
+        let row = self.first_row + row;
+        match self.group_size {
+            1 => (row, 0), // two divisions less, a tenth of the time of a call of two tokens
+            group_size => (row / group_size, row % group_size),
+        }
+    }
+
     /// `[batch, head, query]` of a row of the task.
     #[inline(always)]
     pub(crate) fn index(&self, row: usize) -> [usize; 3] {
-        let row = self.first_row + row;
-        [self.batch, self.kv_head * self.group_size + row % self.group_size, row / self.group_size]
+        let (query, head) = self.split(row);
+        [self.batch, self.kv_head * self.group_size + head, query]
     }
 
     /// One past the last key that a row of the task sees.
     #[inline(always)]
     pub(crate) fn row_end(&self, row: usize) -> usize {
-        self.visible.end((self.first_row + row) / self.group_size)
+        self.visible.end(self.split(row).0)
     }
+}
+
+/// One block of keys for a task, as `prefill` and `decode` take it.
+pub(crate) struct KeyBlock<'t, 's, A> {
+    pub(crate) task: &'t RowBlock,
+    pub(crate) first_key: usize,
+    pub(crate) keys: usize,
+    /// Valid for reading `keys` rows of `head_dim` elements at `k_stride`.
+    pub(crate) k: *const A,
+    pub(crate) k_stride: usize,
+    /// Valid for reading `keys` rows of `value_dim` elements at `v_stride`.
+    pub(crate) v: *const A,
+    pub(crate) v_stride: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) value_dim: usize,
+    /// Decode: rows of Q, unscaled, each valid for reading `head_dim` elements.
+    pub(crate) q_rows: [*const A; MAX_DECODE_ROWS],
+    /// Decode: `softmax_scale * log2(e)`. For prefill the panels of Q contain it.
+    pub(crate) scale: A,
+    pub(crate) scratch: &'t mut Scratch<'s, A>,
 }

@@ -71,7 +71,7 @@ pub(crate) struct ScratchSizes {
 
 /// One thread's scratch. Every array starts on a 64-byte boundary. Contents are whatever the last task left.
 pub(crate) struct Scratch<'a, A> {
-    /// `[panels][head_dim][panel_rows]`
+    /// Prefill: `[panels][head_dim][panel_rows]`. Decode: `[rows][head_dim]`.
     pub(crate) q_panels: &'a mut [A],
     /// `[panels][value_dim][panel_rows]`
     pub(crate) out_acc: &'a mut [A],
@@ -125,25 +125,24 @@ impl ScratchSizes {
     pub(crate) fn carve<'a, A: Lane>(&self, bytes: &'a mut [u8]) -> Scratch<'a, A> {
         assert!(bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES));
         let mut rest = bytes;
-        let mut arrays = self.lens.map(|len| {
+        let mut next = |index: usize| {
+            let len = self.lens[index];
             let bytes = (len * size_of::<A>()).next_multiple_of(ALIGN_BYTES);
             let (array, after) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = after;
             // SAFETY: `array` holds at least `len` of `A`, starts on a multiple of 64 (asserted above, and every size
             // is rounded to it), was initialised by `Workspace::reserve`, and `A` is a plain number: any bits are a value.
             unsafe { std::slice::from_raw_parts_mut(array.as_mut_ptr().cast::<A>(), len) }
-        });
-        let [q_panels, out_acc, running_max, running_sum, rescale, scores, k_block, v_block] =
-            arrays.each_mut().map(std::mem::take);
+        };
         Scratch {
-            q_panels,
-            out_acc,
-            running_max,
-            running_sum,
-            rescale,
-            scores,
-            k_block,
-            v_block,
+            q_panels: next(0),
+            out_acc: next(1),
+            running_max: next(2),
+            running_sum: next(3),
+            rescale: next(4),
+            scores: next(5),
+            k_block: next(6),
+            v_block: next(7),
             strides: self.strides,
         }
     }

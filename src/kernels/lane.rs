@@ -11,7 +11,7 @@ use super::transpose::SIDE;
 /// A number that fills SIMD lanes. The kernels are written over this, so that one text serves every accumulator.
 ///
 /// Where an operand is NaN: arithmetic gives NaN, `less_than` false, and `max` either operand.
-pub(crate) trait Lane: Copy + Send + Sync + 'static {
+pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     type Vector<S: Simd>: Copy;
     type Mask<S: Simd>: Copy;
 
@@ -37,6 +37,13 @@ pub(crate) trait Lane: Copy + Send + Sync + 'static {
     /// `a * b + c`, fused wherever the set has it.
     fn mul_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
     fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// The sum of all lanes, always in the same order.
+    fn reduce_sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
+    fn reduce_max<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
+    /// The first elements, filled up with 0 where there are fewer than lanes.
+    fn load_partial<S: Simd>(simd: S, from: &[Self]) -> Self::Vector<S>;
+    /// As many of the first lanes as `to` holds.
+    fn store_partial<S: Simd>(simd: S, to: &mut [Self], value: Self::Vector<S>);
     fn less_than<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Mask<S>;
     fn select<S: Simd>(simd: S, mask: Self::Mask<S>, yes: Self::Vector<S>, no: Self::Vector<S>) -> Self::Vector<S>;
     /// 2^x, see [`crate::kernels::exp`].
@@ -51,6 +58,26 @@ pub(crate) trait Lane: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn lanes<S: Simd>() -> usize {
         size_of::<Self::Vector<S>>() / size_of::<Self>()
+    }
+
+    #[inline(always)]
+    fn load_slice<S: Simd>(from: &[Self]) -> Self::Vector<S> {
+        assert!(from.len() >= Self::lanes::<S>());
+        // SAFETY: long enough (asserted).
+        unsafe { Self::load::<S>(from.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store_slice<S: Simd>(to: &mut [Self], value: Self::Vector<S>) {
+        assert!(to.len() >= Self::lanes::<S>());
+        // SAFETY: long enough (asserted).
+        unsafe { Self::store::<S>(to.as_mut_ptr(), value) }
+    }
+
+    #[inline(always)]
+    fn first_lane<S: Simd>(vector: Self::Vector<S>) -> Self {
+        // SAFETY: a vector is an array of `Self` in memory, of at least one.
+        unsafe { core::mem::transmute_copy(&vector) }
     }
 
     /// # Safety
@@ -148,6 +175,22 @@ impl Lane for f32 {
     #[inline(always)]
     fn max<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
         simd.max_f32s(a, b)
+    }
+    #[inline(always)]
+    fn reduce_sum<S: Simd>(simd: S, a: S::f32s) -> f32 {
+        simd.reduce_sum_f32s(a)
+    }
+    #[inline(always)]
+    fn reduce_max<S: Simd>(simd: S, a: S::f32s) -> f32 {
+        simd.reduce_max_f32s(a)
+    }
+    #[inline(always)]
+    fn load_partial<S: Simd>(simd: S, from: &[f32]) -> S::f32s {
+        simd.partial_load_f32s(from)
+    }
+    #[inline(always)]
+    fn store_partial<S: Simd>(simd: S, to: &mut [f32], value: S::f32s) {
+        simd.partial_store_f32s(to, value);
     }
     #[inline(always)]
     fn less_than<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::m32s {
