@@ -101,7 +101,7 @@ impl Blocks {
         let task_panels = panels.div_ceil(row_blocks.max(1));
         row_blocks.checked_mul(heads)?;
         // Decode reads whole vectors of scores.
-        let kv_block = KV_BLOCK.min(shape.kv_len.checked_next_multiple_of(MAX_LANES)?);
+        let kv_block = KV_BLOCK.min(shape.kv_len.max(1).checked_next_multiple_of(MAX_LANES)?);
         Some(Self { path, rows, panel_rows, task_rows: task_panels * panel_rows, row_blocks, kv_block })
     }
 }
