@@ -50,7 +50,11 @@
 //! # Module map
 //! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
 //! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `online_softmax` -> `kernels`
-//! (micro-tiles). [`reference`] is the specification in f64.
+//! (micro-tiles). [`mod@reference`] is the specification in f64.
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 mod attention;
 mod config;

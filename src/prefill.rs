@@ -119,7 +119,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             let seen_by_all = Span { rows: Vectors::All, first_key: 0, end: full_end, rescales: true };
             self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, seen_by_all);
             let rest = Span { first_key: full_end, end: keys, rescales: false, ..seen_by_all };
-            let block = self.value_operands::<S, ROW_VECTORS>(first_row, rest);
+            let block = self.value_operands(first_row, rest);
             // SAFETY: `value_operands` gives what the kernel reads and writes; `panel_rows` ends are there.
             unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, full_end, row_ends.as_ptr()) };
         }
@@ -168,7 +168,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         first_row: usize,
         span: Span,
     ) {
-        let block = self.value_operands::<S, ROW_VECTORS>(first_row, span);
+        let block = self.value_operands(first_row, span);
         // SAFETY: `value_operands` gives what the kernels read and write.
         unsafe {
             match (span.rows, ROW_VECTORS) {
@@ -182,7 +182,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
 
     /// Operands of P V: `v` valid for the span's keys, scratch arrays cut to size, starting at the span's first lane.
     #[inline(always)]
-    fn value_operands<S: Simd, const ROW_VECTORS: usize>(&mut self, first_row: usize, span: Span) -> ValueBlock<A> {
+    fn value_operands(&mut self, first_row: usize, span: Span) -> ValueBlock<A> {
         let Self { v, v_stride, value_dim, .. } = *self;
         let panel_rows = self.task.panel_rows;
         let first_lane = first_lane(span.rows, panel_rows);

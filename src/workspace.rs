@@ -96,7 +96,7 @@ impl ScratchSizes {
     pub(crate) fn new(shape: &AttentionShape, blocks: &Blocks) -> Option<Self> {
         let Blocks { panel_rows, task_rows, kv_block, .. } = *blocks;
         // A cache line more than needed, so that rows a power of two long do not all fall into the same cache sets.
-        let stride = |dim: usize| Some(dim.checked_next_multiple_of(16)?.checked_add(16)?);
+        let stride = |dim: usize| dim.checked_next_multiple_of(16)?.checked_add(16);
         let strides = [stride(shape.head_dim)?, stride(shape.value_dim)?];
         let lens = [
             task_rows.checked_mul(shape.head_dim)?,
