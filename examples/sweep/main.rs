@@ -1,0 +1,93 @@
+//! The project's ruler: how fast is attention at which length, how much of the machine's peak is that, and is the
+//! result right. `cargo run --release --example sweep -- --help` lists the options.
+
+mod args;
+mod inputs;
+mod measure;
+mod peak;
+mod report;
+mod threads;
+mod unfused;
+mod vectors;
+mod verify;
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+use fused_attention::{AttentionPlan, AttentionShape};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::args::Args;
+use crate::measure::Sweep;
+use crate::peak::Peak;
+use crate::report::Row;
+use crate::threads::Threads;
+
+/// Errors may cross from a pool's thread to the main one.
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let shapes = args.shapes()?;
+    let threads = Threads::new(args.threads)?;
+    let json_to_stdout = args.json.as_deref() == Some("-");
+    // Opened before minutes are spent on what could not be written.
+    let json: Option<Box<dyn Write>> = match args.json.as_deref() {
+        None => None,
+        Some("-") => Some(Box::new(io::stdout())),
+        Some(path) => Some(Box::new(File::create(path).map_err(|error| format!("--json {path}: {error}"))?)),
+    };
+    let mut table: Box<dyn Write> = if json_to_stdout { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
+
+    // The library's choice where none was forced.
+    let instruction_set = AttentionPlan::new(&shapes[0], &args.config())?.instruction_set();
+    let peak = threads.run(|| Peak::new(instruction_set, &threads));
+    let sweep = Sweep { args, threads: &threads, instruction_set, peak: &peak };
+
+    let progress = progress_bar(&shapes)?;
+    writeln!(table, "{}", Row::heading(args, instruction_set.name()))?;
+    let mut rows = Vec::new();
+    for shape in &shapes {
+        let phase = |phase: &str| {
+            progress.set_message(format!("head_dim {}, q_len {}: {phase}", shape.head_dim, shape.q_len));
+            progress.tick();
+        };
+        let row = threads.run(|| sweep.measure(shape, phase)).inspect_err(|_| progress.finish_and_clear())?;
+        progress.suspend(|| writeln!(table, "{}", row.line()))?;
+        progress.inc(weight(shape));
+        rows.push(row);
+    }
+    progress.finish_and_clear();
+
+    if let Some(mut json) = json {
+        serde_json::to_writer_pretty(&mut json, &rows)?;
+        writeln!(json)?;
+        json.flush()?;
+    }
+    Ok(())
+}
+
+/// Goes to stderr, and nowhere if that is not a terminal. It is redrawn between phases only: a ticking thread would
+/// take its share of what is measured.
+fn progress_bar(shapes: &[AttentionShape]) -> Result<ProgressBar> {
+    let bar = ProgressBar::new(shapes.iter().map(weight).sum());
+    bar.set_style(ProgressStyle::with_template("[{elapsed_precise}] {wide_bar} {percent}%  {msg}")?);
+    Ok(bar)
+}
+
+/// How much of the progress a shape is: the repetitions of short ones, the products of long ones.
+fn weight(shape: &AttentionShape) -> u64 {
+    let sizes = [shape.batch, shape.num_heads, shape.q_len, shape.kv_len, shape.head_dim + shape.value_dim];
+    1 + (sizes.iter().map(|&size| size as f64).product::<f64>() / 2e9) as u64
+}

@@ -1,0 +1,87 @@
+//! The rows, as JSON and as a table.
+
+use serde::Serialize;
+
+use crate::args::{Args, Baseline, InputKind, Layout, MaskKind};
+
+/// Everything that one measurement was made with, and what came out.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    pub mode: &'static str,
+    pub instruction_set: &'static str,
+    pub dtype: &'static str,
+    pub kv_dtype: &'static str,
+    pub layout: Layout,
+    pub inputs: InputKind,
+    pub mask: MaskKind,
+    pub batch: usize,
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+    pub threads: usize,
+    pub compare: Option<Baseline>,
+    pub repeat_seconds: f64,
+    /// Of one call, the best.
+    pub seconds: f64,
+    /// `2 * (head_dim + value_dim)` for each visible score of each head.
+    pub visible_flops: u64,
+    pub gflops: f64,
+    /// Of independent multiply-add chains on the same threads.
+    pub peak_gflops: f64,
+    pub fraction_of_peak: f64,
+    /// Against the reference in f64, over `verified_rows` rows.
+    pub max_abs_error: f64,
+    pub verified_rows: usize,
+    /// Of all threads together.
+    pub workspace_bytes: usize,
+    pub unfused_seconds: Option<f64>,
+    pub unfused_max_abs_error: Option<f64>,
+}
+
+impl Row {
+    /// What all rows of a sweep have in common, and the names of the columns.
+    pub fn heading(args: &Args, instruction_set: &str) -> String {
+        let Args { batch, heads, threads, .. } = *args;
+        let plural = |n: usize| if n == 1 { "" } else { "s" };
+        let name = |option: &dyn std::fmt::Debug| format!("{option:?}").to_lowercase();
+        let mut heading = format!(
+            "{} attention, f32, {instruction_set}, batch {batch}, {heads} head{}, {} of KV, {}, {} inputs, {threads} thread{}\n\n\
+             head_dim  value_dim    q_len   kv_len    time (ms)   GFLOP/s      peak   of peak   max error   rows checked   workspace (KiB)",
+            name(&args.mask),
+            plural(heads),
+            args.kv_heads.unwrap_or(heads),
+            name(&args.layout),
+            name(&args.inputs),
+            plural(threads),
+        );
+        if args.compare == Some(Baseline::Unfused) {
+            heading += "   unfused (ms)   unfused/ours   unfused error";
+        }
+        heading
+    }
+
+    /// The line of this row.
+    pub fn line(&self) -> String {
+        let mut line = format!(
+            "{:>8} {:>10} {:>8} {:>8} {:>12.4} {:>9.1} {:>9.1} {:>8.1}% {:>11.1e} {:>14} {:>17.1}",
+            self.head_dim,
+            self.value_dim,
+            self.q_len,
+            self.kv_len,
+            1e3 * self.seconds,
+            self.gflops,
+            self.peak_gflops,
+            100.0 * self.fraction_of_peak,
+            self.max_abs_error,
+            self.verified_rows,
+            self.workspace_bytes as f64 / 1024.0,
+        );
+        if let Some((seconds, error)) = self.unfused_seconds.zip(self.unfused_max_abs_error) {
+            line += &format!(" {:>14.4} {:>14.2} {:>15.1e}", 1e3 * seconds, seconds / self.seconds, error);
+        }
+        line
+    }
+}

@@ -1,0 +1,283 @@
+//! What is allocated, counted by the allocator: nothing by a planned call, and never a score matrix.
+
+#![allow(unsafe_code)] // GlobalAlloc is an unsafe trait
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head};
+use fused_attention::{
+    AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, Parallelism, Workspace, attention_into,
+};
+
+/// What threads that report to it have allocated.
+struct Meter {
+    allocations: AtomicUsize,
+    bytes_now: AtomicUsize,
+    bytes_peak: AtomicUsize,
+}
+
+thread_local! {
+    /// The meter that this thread reports to. Tests run side by side, so each has its own.
+    static METER: Cell<Option<&'static Meter>> = const { Cell::new(None) };
+}
+
+struct Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn report(change: impl Fn(&Meter)) {
+    if let Some(meter) = METER.get() {
+        change(meter);
+    }
+}
+
+impl Meter {
+    /// One that lives as long as the program.
+    fn leaked() -> &'static Self {
+        let zero = || AtomicUsize::new(0);
+        Box::leak(Box::new(Self { allocations: zero(), bytes_now: zero(), bytes_peak: zero() }))
+    }
+
+    fn add(&self, bytes: usize) {
+        self.allocations.fetch_add(1, Ordering::Relaxed);
+        let now = self.bytes_now.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
+        // What was allocated before the meter was attached may be freed under it: then the count is below zero.
+        if now <= isize::MAX as usize {
+            self.bytes_peak.fetch_max(now, Ordering::Relaxed);
+        }
+    }
+
+    fn subtract(&self, bytes: usize) {
+        self.bytes_now.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn allocations(&self) -> usize {
+        self.allocations.load(Ordering::Relaxed)
+    }
+}
+
+// SAFETY: everything is handed on to the system's allocator, whose promises these then are.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: AllocLayout) -> *mut u8 {
+        report(|meter| meter.add(layout.size()));
+        // SAFETY: the caller's promises are those that the system's allocator asks for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: AllocLayout) -> *mut u8 {
+        report(|meter| meter.add(layout.size()));
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: AllocLayout) {
+        report(|meter| meter.subtract(layout.size()));
+        // SAFETY: as above; `alloc` gave out what the system's allocator did.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: AllocLayout, new_size: usize) -> *mut u8 {
+        report(|meter| {
+            meter.add(new_size);
+            meter.subtract(layout.size());
+        });
+        // SAFETY: as above.
+        unsafe { System.realloc(pointer, layout, new_size) }
+    }
+}
+
+/// Allocations of this thread while `run` runs.
+fn allocations_of(run: impl FnOnce()) -> usize {
+    let meter = Meter::leaked();
+    METER.set(Some(meter));
+    run();
+    METER.set(None);
+    meter.allocations()
+}
+
+/// Every path through a task: one row and many, groups, packed Q, K, V and outputs, a NaN in an edge block.
+fn problems() -> Vec<(Problem, Layout)> {
+    let group = AttentionShape { num_heads: 6, num_kv_heads: 2, ..one_head(40, 210, 24, 20) };
+    let plain = [one_head(1, 300, 16, 16), one_head(70, 70, 64, 64), one_head(9, 0, 8, 8), group];
+    let mut problems: Vec<_> = plain.iter().map(|shape| (normal_problem(shape, 1), Layout::Bhsd)).collect();
+    for layout in [Layout::Bshd, Layout::Transposed, Layout::PowerOfTwoRows] {
+        let Problem { q, k, v, .. } = normal_problem(&group, 1);
+        let [q, k, v] = [q, k, v].map(|tensor| tensor.in_layout(layout));
+        problems.push((Problem::new(q, k, v), layout));
+    }
+    let mut with_nan = normal_problem(&group, 1);
+    with_nan.v.fill_row([0, 1, 205], f32::NAN);
+    problems.push((with_nan, Layout::Bhsd));
+    problems
+}
+
+#[test]
+fn the_meter_counts() {
+    assert_eq!(allocations_of(|| ()), 0);
+    assert_eq!(allocations_of(|| drop(std::hint::black_box(Box::new(7)))), 1);
+    let meter = Meter::leaked();
+    METER.set(Some(meter));
+    drop(std::hint::black_box(vec![1u8; 1000]));
+    drop(std::hint::black_box(vec![0u8; 3000]));
+    METER.set(None);
+    assert_eq!(meter.bytes_peak.load(Ordering::Relaxed), 3000);
+    assert_eq!(meter.bytes_now.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_serial_plan_runs_without_allocating() {
+    for set in instruction_sets() {
+        for config in masks() {
+            let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
+            for (problem, layout) in problems() {
+                let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
+                let mut workspace = Workspace::for_plan(&plan);
+                let mut out = Tensor::unwritten(problem.out_shape(), layout);
+                let mut logsumexp = vec![0.0; problem.out_shape()[..3].iter().product()];
+                let allocations = allocations_of(|| {
+                    let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
+                    plan.run(&problem.inputs(), &mut outputs, &mut workspace).unwrap();
+                });
+                assert_eq!(allocations, 0, "{set} {:?} {layout:?}", problem.shape());
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_into_allocates_on_the_first_call_of_a_thread_at_most() {
+    for set in instruction_sets() {
+        let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
+        for (problem, layout) in problems() {
+            let mut out = Tensor::unwritten(problem.out_shape(), layout);
+            let mut call = || {
+                attention_into(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &config).unwrap();
+            };
+            call();
+            assert_eq!(allocations_of(|| (0..3).for_each(|_| call())), 0, "{set} {:?} {layout:?}", problem.shape());
+        }
+    }
+}
+
+#[cfg(feature = "rayon")]
+#[test]
+fn a_plan_inside_a_pool_runs_without_allocating() {
+    let meter = Meter::leaked();
+    let pool =
+        rayon::ThreadPoolBuilder::new().num_threads(3).start_handler(|_| METER.set(Some(meter))).build().unwrap();
+    let len = by_profile(400, 96);
+    let shape = AttentionShape { num_heads: 4, num_kv_heads: 2, ..one_head(len, len, 64, 64) };
+    let problem = normal_problem(&shape, 1);
+    let [q, k, v] = [&problem.q, &problem.k, &problem.v].map(|tensor| tensor.in_layout(Layout::Transposed));
+    let packed = Problem::new(q, k, v);
+    for set in instruction_sets() {
+        let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);
+        for problem in [&problem, &packed] {
+            let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
+            let allocations = pool.install(|| {
+                let plan = AttentionPlan::new(&shape, &config).unwrap();
+                assert_eq!(plan.threads(), 3);
+                let mut workspace = Workspace::for_plan(&plan);
+                let mut run = || {
+                    plan.run(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &mut workspace).unwrap();
+                };
+                // rayon itself sets up what a thread needs to steal, when it first does.
+                (0..5).for_each(|_| run());
+                let before = meter.allocations();
+                (0..5).for_each(|_| run());
+                meter.allocations() - before
+            });
+            assert_eq!(allocations, 0, "{set}");
+        }
+    }
+    assert!(meter.allocations() > 0, "the pool's threads report to the meter");
+}
+
+/// Fault 20 of FIELD.md (transformers#46960, oneDNN), measured.
+#[test]
+fn peak_memory_does_not_grow_with_the_length() {
+    let lengths = by_profile([1000, 4000], [200, 800]);
+    for set in instruction_sets() {
+        for config in masks() {
+            let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
+            for layout in [Layout::Bhsd, Layout::Transposed] {
+                let peaks = lengths.map(|len| {
+                    // Few rows against many keys and the reverse: len * len scores would take len * len * 4 bytes.
+                    [(64, len), (len, 64)].map(|(q_len, kv_len)| {
+                        let Problem { q, k, v, .. } = normal_problem(&one_head(q_len, kv_len, 16, 16), 1);
+                        let [q, k, v] = [q, k, v].map(|tensor| tensor.in_layout(layout));
+                        let problem = Problem::new(q, k, v);
+                        let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
+                        let meter = Meter::leaked();
+                        // A new thread, so that it has no workspace yet.
+                        std::thread::scope(|scope| {
+                            scope.spawn(|| {
+                                METER.set(Some(meter));
+                                let mut outputs = AttentionOutputs::new(out.view_mut());
+                                attention_into(&problem.inputs(), &mut outputs, &config).unwrap();
+                                METER.set(None);
+                            });
+                        });
+                        meter.bytes_peak.load(Ordering::Relaxed)
+                    })
+                });
+                assert!(peaks[0].iter().all(|&peak| peak > 0), "{set}: the workspace is counted: {peaks:?}");
+                assert!(peaks[1].iter().all(|&peak| peak <= 2 << 20), "{set} {layout:?}: {peaks:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_workspace_is_independent_of_long_lengths_and_small_for_small_shapes() {
+    for set in instruction_sets() {
+        for config in masks() {
+            let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
+            let workspace_len = |shape| AttentionPlan::new(&shape, &config).unwrap().workspace_len();
+            for (head_dim, value_dim) in [(64, 64), (128, 128), (256, 256), (500, 12), (1, 1), (1, 511), (192, 128)] {
+                for group_size in [1, 8] {
+                    let shape = |q_len, kv_len| AttentionShape {
+                        batch: 2,
+                        num_heads: 2 * group_size,
+                        num_kv_heads: 2,
+                        q_len,
+                        kv_len,
+                        head_dim,
+                        value_dim,
+                    };
+                    let long = workspace_len(shape(1 << 13, 1 << 13));
+                    assert!(long <= 2 << 20, "{set} {head_dim} {value_dim}: {long}");
+                    assert_eq!(workspace_len(shape(1 << 13, 1 << 20)), long, "{set} {head_dim} {value_dim}");
+                    assert_eq!(workspace_len(shape(1 << 20, 1 << 13)), long, "{set} {head_dim} {value_dim}");
+                    assert!(workspace_len(shape(16, 16)) <= long, "{set} {head_dim} {value_dim}");
+                }
+            }
+            let prompt = workspace_len(one_head(128, 128, 64, 64));
+            assert!(prompt <= 256 << 10, "{set}: {prompt} bytes for T = 128, head_dim 64");
+            let tiny = workspace_len(one_head(1, 1, 8, 8));
+            assert!(tiny <= 16 << 10, "{set}: {tiny} bytes for one row and one key");
+        }
+    }
+}
+
+#[test]
+fn a_workspace_grows_and_never_shrinks() {
+    let config = AttentionConfig::causal().with_parallelism(Parallelism::Serial);
+    let plan = |len| AttentionPlan::new(&one_head(len, len, 64, 64), &config).unwrap();
+    let (small, large) = (plan(4), plan(400));
+    assert!(small.workspace_len() < large.workspace_len());
+    let mut workspace = Workspace::new();
+    assert!(workspace.is_empty());
+    workspace.reserve(&small);
+    assert_eq!(workspace.len(), small.workspace_len());
+    workspace.reserve(&large);
+    assert_eq!(workspace.len(), large.workspace_len());
+    assert_eq!(allocations_of(|| workspace.reserve(&small)), 0);
+    assert_eq!(workspace.len(), large.workspace_len());
+    assert_eq!(Workspace::for_plan(&small).len(), small.workspace_len());
+}
