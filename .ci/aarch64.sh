@@ -4,7 +4,7 @@
 aarch64=aarch64-unknown-linux-gnu
 toolchain=$cache/rust-aarch64
 
-install gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+install gcc libc6-dev gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 if [ ! -e "$toolchain/complete" ]; then
   rm -rf "$toolchain"
   mkdir -p "$toolchain"

@@ -69,16 +69,17 @@ pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
     inputs: &AttentionInputs<'_, T, K>,
     config: &AttentionConfig,
 ) -> Result<Vec<T>, AttentionError> {
-    let AttentionShape { batch, num_heads, q_len, value_dim, .. } = AttentionShape::of(inputs)?;
+    let plan = AttentionPlan::new(&AttentionShape::of(inputs)?, config)?;
+    let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *plan.shape();
     let shape = [batch, num_heads, q_len, value_dim];
-    let len = shape
-        .iter()
-        .try_fold(1usize, |n, &size| n.checked_mul(size))
-        .filter(|&n| n <= isize::MAX as usize / size_of::<T>())
-        .ok_or(AttentionError::SizeOverflow { shape, strides: [0; 4] })?;
-    let mut out = vec![T::from_acc(T::Acc::ZERO); len];
+    let overflow = AttentionError::PlanOverflow { shape: *plan.shape() };
+    let len = shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size)).ok_or(overflow.clone())?;
+    let bytes = len.checked_mul(size_of::<T>()).ok_or(overflow)?;
+    let mut out = Vec::new();
+    out.try_reserve_exact(len).map_err(|_| AttentionError::AllocationFailed { bytes })?;
+    out.resize(len, T::from_acc(T::Acc::ZERO));
     let view = TensorViewMut::from_bhsd(&mut out, shape)?;
-    attention_into(inputs, &mut AttentionOutputs::new(view), config)?;
+    run_with_thread_workspace(&plan, inputs, &mut AttentionOutputs::new(view))?;
     Ok(out)
 }
 
@@ -89,8 +90,9 @@ thread_local! {
 
 /// Computes attention into memory of the caller.
 ///
-/// Scratch memory is kept per calling thread and reused by its next call: at most 2 MiB for each thread of the pool
-/// while `head_dim + value_dim <= 512`, see [`AttentionPlan::workspace_len`]. To own it, use [`AttentionPlan::run`].
+/// Scratch memory is kept by the calling thread as long as it lives and reused by its next call: at most 2 MiB for each
+/// thread of the pool while `head_dim + value_dim <= 512`, see [`AttentionPlan::workspace_len`]. To own it, use
+/// [`AttentionPlan::run`].
 ///
 /// ```
 /// use fused_attention::*;
@@ -113,10 +115,18 @@ pub fn attention_into<T: Element, K: Element<Acc = T::Acc>>(
     config: &AttentionConfig,
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::new(&AttentionShape::of(inputs)?, config)?;
+    plan.shape().check_outputs(outputs)?;
+    run_with_thread_workspace(&plan, inputs, outputs)
+}
+
+fn run_with_thread_workspace<T: Element, K: Element<Acc = T::Acc>>(
+    plan: &AttentionPlan,
+    inputs: &AttentionInputs<'_, T, K>,
+    outputs: &mut AttentionOutputs<'_, T>,
+) -> Result<(), AttentionError> {
     // Taken out, not borrowed: while this call waits for its pool, the thread may run another one.
     let mut workspace = WORKSPACE.take();
-    workspace.reserve(&plan);
-    let result = plan.run(inputs, outputs, &mut workspace);
+    let result = workspace.reserve(plan).and_then(|()| plan.run(inputs, outputs, &mut workspace));
     WORKSPACE.set(workspace);
     result
 }

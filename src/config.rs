@@ -17,8 +17,8 @@ use crate::InstructionSet;
 pub struct AttentionConfig {
     /// Which keys a query sees.
     pub mask: Mask,
-    /// Factor on Q K^T. `None` (default) is `1 / sqrt(head_dim)`. Any finite value is legal, 0 and negative ones
-    /// included.
+    /// Factor on Q K^T. `None` (default) is `1 / sqrt(head_dim)`. Any value that is finite in f32 is legal, 0 and
+    /// negative ones included.
     pub softmax_scale: Option<f64>,
     /// Where the work runs. Default: [`Parallelism::Rayon`] with the feature `rayon`, else [`Parallelism::Serial`].
     pub parallelism: Parallelism,
@@ -97,7 +97,7 @@ impl AttentionConfig {
         Self { mask: Mask::Full, softmax_scale: None, parallelism: Parallelism::default(), instruction_set: None }
     }
 
-    /// Sets the factor on Q K^T. Must be finite.
+    /// Sets the factor on Q K^T.
     pub fn with_softmax_scale(mut self, softmax_scale: f64) -> Self {
         self.softmax_scale = Some(softmax_scale);
         self

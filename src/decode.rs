@@ -39,6 +39,7 @@ impl<A: Lane> WithTiles for DecodeBlock<'_, '_, A> {
                 simd,
                 (&mut *scores, keys),
                 scale,
+                first_key == 0,
                 &mut scratch.running_max[row],
                 &mut scratch.running_sum[row],
             );

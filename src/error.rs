@@ -113,11 +113,23 @@ pub enum AttentionError {
         /// Length of the slice.
         found: usize,
     },
-    /// `softmax_scale` is NaN or infinite.
-    #[error("softmax_scale is {value}, it must be finite")]
+    /// `softmax_scale` is NaN, infinite, or too large for f32.
+    #[error("softmax_scale is {value}, it must be finite in f32 (at most 3.4e38)")]
     InvalidSoftmaxScale {
         /// The value given.
         value: f64,
+    },
+    /// The workspace or the number of tasks of this shape does not fit in `isize`.
+    #[error("a call of {shape:?} exceeds the address space")]
+    PlanOverflow {
+        /// The shape asked for.
+        shape: crate::AttentionShape,
+    },
+    /// The system has no memory for the workspace or the output.
+    #[error("{bytes} bytes cannot be allocated")]
+    AllocationFailed {
+        /// Bytes asked for.
+        bytes: usize,
     },
     /// A plan was run on tensors of another shape.
     #[error("the plan is for {planned:?}, the tensors have {found:?}")]

@@ -9,13 +9,14 @@
 //! ```
 //!
 //! Layouts, all in the accumulator type `A`, `rows = ROW_VECTORS * LANES`:
-//! - Q panel `[head_dim][rows]`, scaled by `softmax_scale * log2(e)`; rows past the end hold 0.
+//! - Q panel `[head_dim][rows]`, scaled by `softmax_scale`; lanes past the last row hold anything, their results
+//!   are not read.
 //! - K and V: row-major, unit stride within a key, any stride between keys.
 //! - scores / probs `[key][rows]`; out_acc `[value_dim][rows]`; running_max, running_sum, rescale `[rows]`.
 //!
-//! Every sum runs over its whole range in ascending order with one fused multiply-add (or, on the portable sets, one
-//! multiply and one add) a term, whatever the tile: a row's bits depend neither on the tile that computed it nor on
-//! its neighbours.
+//! Every sum of a tile runs over its whole range in ascending order with one fused multiply-add (or, on the portable sets,
+//! one multiply and one add) a term, whatever the tile: a row's bits depend neither on the tile that computed it nor on
+//! its neighbours. (`row`, for tasks of a few rows, sums in the lanes; there a row is alone in any case.)
 
 pub(crate) mod exp;
 pub(crate) mod lane;
@@ -75,6 +76,15 @@ pub(crate) const MAX_LANES: usize = 16;
 /// No set's panel has more rows than this.
 pub(crate) const MAX_PANEL_ROWS: usize = 32;
 
+const _: () = {
+    let sets = [TileSizes::AVX512, TileSizes::AVX2, TileSizes::NEON, TileSizes::PORTABLE, TileSizes::PORTABLE_512];
+    let mut set = 0;
+    while set < sets.len() {
+        assert!(sets[set].row_vectors * sets[set].lanes <= MAX_PANEL_ROWS && sets[set].lanes <= MAX_LANES);
+        set += 1;
+    }
+};
+
 /// Code that is generic over the vectors and the tile sizes of an instruction set.
 pub(crate) trait WithTiles {
     type Output;
@@ -129,7 +139,6 @@ mod tests {
             let Ok(set) = crate::InstructionSet::from_name(name) else { continue };
             let sizes = set.tile_sizes();
             assert_eq!(set.run(Lanes), (sizes.tile, sizes.short, sizes.row_vectors, sizes.lanes), "{name}");
-            assert!(sizes.panel_rows() <= MAX_PANEL_ROWS && sizes.lanes <= MAX_LANES);
         }
     }
 }

@@ -1,15 +1,14 @@
-//! The streaming softmax: running maximum, running sum, rescaling, and the end of a row. In base 2: scores come in
-//! multiplied by log2(e).
+//! The streaming softmax: running maximum, running sum, rescaling.
 //!
 //! For one block of scores of a row, with m the running maximum and s the running sum:
 //!
 //! ```text
 //! m' = max(m, max_j score[j])      reference m'' = m' but 0 where m' = -inf, so that -inf - -inf never occurs
-//! prob[j] = 2^(score[j] - m'')     0 for hidden keys, whose score is -inf
-//! s' = s * 2^(m - m'') + (sum_j prob[j])        the block is summed on its own: a sequential f32 sum over 64k keys
+//! prob[j] = e^(score[j] - m'')     0 for hidden keys, whose score is -inf
+//! s' = s * e^(m - m'') + (sum_j prob[j])        the block is summed on its own: a sequential f32 sum over 64k keys
 //!                                               loses 1e-5
 //! ```
-//! NaN: `max` may keep or drop it, but 2^(NaN - m'') is NaN and enters sum and product, so the row is NaN either way.
+//! NaN: `max` may keep or drop it, but e^(NaN - m'') is NaN and enters sum and product, so the row is NaN either way.
 
 use pulp::Simd;
 
@@ -30,7 +29,7 @@ pub(crate) fn softmax_step<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     scores: &mut [[A::Vector<S>; ROW_VECTORS]],
     state: RowState<'_, A::Vector<S>>,
 ) {
-    // One vector of rows at a time: its state and the constants of exp2 then stay in 16 registers. Interleaving two
+    // One vector of rows at a time: its state and the constants of exp then stay in 16 registers. Interleaving two
     // vectors reloads the constants in every step (24 instead of 17 instructions a vector on AVX2).
     for vector in 0..ROW_VECTORS {
         let old_max = state.running_max[vector];
@@ -42,11 +41,11 @@ pub(crate) fn softmax_step<S: Simd, A: Lane, const ROW_VECTORS: usize>(
         let reference = A::select(simd, is_finite, max, A::splat(simd, A::ZERO));
         let mut block_sum = A::splat(simd, A::ZERO);
         for scores in scores.iter_mut() {
-            let prob = A::exp2(simd, A::sub(simd, scores[vector], reference));
+            let prob = A::exp(simd, A::sub(simd, scores[vector], reference));
             block_sum = A::add(simd, block_sum, prob);
             scores[vector] = prob;
         }
-        let rescale = A::exp2(simd, A::sub(simd, old_max, reference));
+        let rescale = A::exp(simd, A::sub(simd, old_max, reference));
         state.rescale[vector] = rescale;
         state.running_sum[vector] = A::mul_add(simd, state.running_sum[vector], rescale, block_sum);
         state.running_max[vector] = max;
@@ -60,12 +59,13 @@ pub(crate) fn softmax_row<S: Simd, A: Lane>(
     simd: S,
     (scores, keys): (&mut [A], usize),
     scale: A,
+    is_first_block: bool,
     running_max: &mut A,
     running_sum: &mut A,
 ) -> A {
     let lanes = A::lanes::<S>();
     let old_max = *running_max;
-    if keys == 1 && old_max == A::NEG_INFINITY {
+    if keys == 1 && is_first_block {
         // One key has all the weight, however small its score; NaN where the score is infinite or NaN.
         let score = scores[0].mul_scalar(scale);
         let weight = score.mul_scalar(A::ZERO).add_scalar(A::from_index(1));
@@ -86,12 +86,12 @@ pub(crate) fn softmax_row<S: Simd, A: Lane>(
     let reference = A::splat(simd, if max > A::NEG_INFINITY { max } else { A::ZERO });
     let mut block_sum = A::splat(simd, A::ZERO);
     for scores in scores.chunks_exact_mut(lanes) {
-        let prob = A::exp2(simd, A::sub(simd, A::load_slice::<S>(scores), reference));
+        let prob = A::exp(simd, A::sub(simd, A::load_slice::<S>(scores), reference));
         block_sum = A::add(simd, block_sum, prob);
         A::store_slice::<S>(scores, prob);
     }
     let block_sum = A::reduce_sum(simd, block_sum);
-    let rescale = A::first_lane::<S>(A::exp2(simd, A::sub(simd, A::splat(simd, old_max), reference)));
+    let rescale = A::first_lane::<S>(A::exp(simd, A::sub(simd, A::splat(simd, old_max), reference)));
     *running_sum = running_sum.mul_scalar(rescale).add_scalar(block_sum);
     *running_max = max;
     rescale

@@ -33,8 +33,8 @@ pub(crate) fn pack_keys<T: Element>(
     }
 }
 
-/// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. The last group of 8
-/// lanes is filled up with copies of the last row; what lies beyond is left as it was, nobody reads its results.
+/// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. Lanes past the
+/// last row hold copies of it or zeros; nobody reads their results.
 pub(crate) struct PackQ<'a, A> {
     pub(crate) task: &'a RowBlock,
     /// Valid for reading at every index inside the layout; unit last stride.
@@ -52,22 +52,30 @@ impl<A: Lane> WithTiles for PackQ<'_, A> {
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
         let Self { task, q, layout, .. } = self;
         let (panel_rows, head_dim) = (task.panel_rows, layout.shape[3]);
+        assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
         let scale = A::splat(simd, self.scale);
         for (panel, q_panel) in self.q_panels.chunks_exact_mut(panel_rows * head_dim).enumerate() {
             let first_row = panel * panel_rows;
             if first_row >= task.rows {
                 break;
             }
-            for lane in (0..panel_rows.min(task.rows - first_row)).step_by(SIDE) {
+            for lane in (0..panel_rows).step_by(SIDE) {
+                if first_row + lane >= task.rows {
+                    // Nobody reads the results of these lanes; zeros keep them from turning into subnormals, which are slow.
+                    for q in q_panel[lane..].chunks_mut(panel_rows) {
+                        q[..SIDE].fill(A::ZERO);
+                    }
+                    continue;
+                }
                 // SAFETY: the index is inside the layout, where `q` is valid.
                 let from: [*const A; SIDE] = core::array::from_fn(|i| unsafe {
                     q.add(layout.offset(task.index((first_row + lane + i).min(task.rows - 1))))
                 });
                 let mut p = 0;
                 while p + SIDE <= head_dim {
-                    let to: [*mut A; SIDE] =
-                        core::array::from_fn(|i| q_panel[(p + i) * panel_rows + lane..][..SIDE].as_mut_ptr());
-                    // SAFETY: `p + SIDE <= head_dim`, the length of a row; `to` has just been cut to size.
+                    let to = q_panel[p * panel_rows + lane..][..(SIDE - 1) * panel_rows + SIDE].as_mut_ptr();
+                    let to: [*mut A; SIDE] = core::array::from_fn(|i| to.wrapping_add(i * panel_rows));
+                    // SAFETY: `p + SIDE <= head_dim`, the length of a row; `to` has just been cut to its 8 rows.
                     unsafe { A::transpose(simd, from.map(|row| row.add(p)), &to) };
                     p += SIDE;
                 }
@@ -105,6 +113,7 @@ impl<A: Lane> WithTiles for UnpackOut<'_, A> {
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
         let Self { task, out, layout, .. } = self;
         let (panel_rows, value_dim) = (task.panel_rows, layout.shape[3]);
+        assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
         for first_row in (0..task.rows).step_by(panel_rows) {
             let out_acc = &mut self.out_acc[first_row * value_dim..][..panel_rows * value_dim];
             divide_by_sum::<S, A, ROW_VECTORS>(simd, task, first_row, self.running_sum, out_acc);
@@ -159,7 +168,7 @@ pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     });
     for acc in as_rows::<S, A, ROW_VECTORS>(out_acc) {
         for (acc, factor) in acc.iter_mut().zip(factors) {
-            *acc = A::mul_add(simd, *acc, factor, A::splat(simd, A::ZERO));
+            *acc = A::add(simd, A::mul(simd, *acc, factor), A::splat(simd, A::ZERO)); // fused, a product that underflows would stay -0
         }
     }
 }
@@ -196,7 +205,7 @@ pub(crate) unsafe fn all_finite<S: Simd, A: Lane>(
         }
     }
     let mut sums = [A::ZERO; crate::kernels::MAX_PANEL_ROWS];
-    // SAFETY: no vector has more lanes than MAX_PANEL_ROWS (asserted in kernels.rs).
+    // SAFETY: no vector has more lanes than MAX_PANEL_ROWS (asserted in kernels.rs, and a test there compares the lanes).
     unsafe { A::store::<S>(sums.as_mut_ptr(), vectors) };
     sums.iter().fold(tail, |sum, &x| sum.add_scalar(x)).is_zero()
 }

@@ -38,7 +38,7 @@ const TASKS_PER_THREAD: usize = 4;
 ///     batch: 1, num_heads: 4, num_kv_heads: 2, q_len: 10, kv_len: 10, head_dim: 8, value_dim: 8,
 /// };
 /// let plan = AttentionPlan::new(&shape, &AttentionConfig::causal())?;
-/// let mut workspace = Workspace::for_plan(&plan);
+/// let mut workspace = Workspace::for_plan(&plan)?;
 /// let (q, kv, mut out) = (vec![0.5; 4 * 10 * 8], vec![0.25; 2 * 10 * 8], vec![0.0; 4 * 10 * 8]);
 /// for _layer in 0..2 {
 ///     let kv = TensorView::from_bhsd(&kv, [1, 2, 10, 8])?;
@@ -111,12 +111,12 @@ impl AttentionPlan {
     ///
     /// # Errors
     /// [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`], [`AttentionError::InvalidSoftmaxScale`],
-    /// [`AttentionError::SizeOverflow`] where the workspace or a sequence's rows exceed the address space, and the two
+    /// [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
     /// about instruction sets where the environment asks for one that is not there.
     pub fn new(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
         shape.check()?;
         let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt());
-        if !softmax_scale.is_finite() {
+        if !(softmax_scale as f32).is_finite() {
             return Err(AttentionError::InvalidSoftmaxScale { value: softmax_scale });
         }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
@@ -135,25 +135,31 @@ impl AttentionPlan {
             scratch.thread_bytes::<f32>()?.checked_mul(threads).filter(|&bytes| bytes <= isize::MAX as usize)?;
             Some((blocks, threads, scratch))
         };
-        let (blocks, threads, scratch) = planned().ok_or(AttentionError::SizeOverflow {
-            shape: [shape.batch, shape.num_heads, shape.q_len, shape.head_dim],
-            strides: [0; 4],
-        })?;
+        let (blocks, threads, scratch) = planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
         Ok(Self { shape: *shape, visible, softmax_scale, instruction_set, blocks, threads, scratch })
     }
 
     /// Bytes of workspace that [`run`](Self::run) needs.
     ///
-    /// `threads * round64(4 * (rows * (head_dim + value_dim + 2) + panel_rows * (kv_block + 1) + kv_block * (head_dim +
-    /// value_dim + 32)))`, every term rounded up to 64 bytes, with at most 512 rows and 192 keys, and rows such that
-    /// the first term stays below 1 MiB or one panel (8 to 32 rows). So it grows with neither `q_len` nor `kv_len`
-    /// beyond those, and is below 2 MiB a thread for `head_dim + value_dim <= 512`.
+    /// ```text
+    /// threads * 4 * (rows * (head_dim + value_dim + 2) + panel_rows * (kv_block + 1)
+    ///                + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
+    /// ```
+    /// with each of the eight arrays rounded up to 64 bytes; at most 512 `rows` and 192 keys in a `kv_block`; and rows
+    /// such that Q and output take at most 1 MiB or one panel (1 row for the few rows of a decode step, else 8 to 32).
+    /// So it grows with neither `q_len` nor `kv_len` beyond those, and is below 2 MiB a thread for `head_dim + value_dim
+    /// <= 512`. 0 where there is nothing to compute.
     pub fn workspace_len(&self) -> usize {
-        self.thread_bytes() * self.threads
+        if self.tasks() == 0 { 0 } else { self.thread_bytes() * self.threads }
     }
 
     fn thread_bytes(&self) -> usize {
         self.scratch.thread_bytes::<f32>().expect("checked when the plan was made")
+    }
+
+    /// Tasks of a call; fits, as was checked when the plan was made.
+    fn tasks(&self) -> usize {
+        self.blocks.row_blocks * self.shape.batch * self.shape.num_kv_heads
     }
 
     /// Runs the plan. Allocates nothing when serial or inside a rayon pool.
@@ -176,11 +182,13 @@ impl AttentionPlan {
         if len < needed {
             return Err(AttentionError::WorkspaceTooSmall { needed, len });
         }
-        let AttentionShape { batch, num_kv_heads, .. } = self.shape;
+        if self.tasks() == 0 {
+            return Ok(());
+        }
         let call = Call::new(self, inputs, outputs);
         schedule::for_each_worker(
             self.threads,
-            self.blocks.row_blocks * batch * num_kv_heads,
+            self.tasks(),
             workspace.as_mut_slice(),
             self.thread_bytes(),
             &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
@@ -201,7 +209,7 @@ impl AttentionPlan {
         self.instruction_set
     }
 
-    /// The most threads it uses, and has workspace for.
+    /// The most threads it uses, and has workspace for: at most those of the rayon pool in which the plan was made.
     pub fn threads(&self) -> usize {
         self.threads
     }
@@ -210,16 +218,47 @@ impl AttentionPlan {
 impl fmt::Display for AttentionPlan {
     /// One line: the path, the instruction set, the blocks, the threads, the workspace.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Blocks { path, panel_rows, task_rows, row_blocks, kv_block, .. } = self.blocks;
+        let Blocks { path, panel_rows, task_rows, kv_block, .. } = self.blocks;
         let path = if path == Path::Decode { "decode" } else { "prefill" };
         write!(
             f,
             "{path} on {}: {} tasks of {task_rows} rows (panels of {panel_rows}) x blocks of {kv_block} keys, \
              {} threads, {} KiB workspace",
             self.instruction_set.name(),
-            row_blocks * self.shape.batch * self.shape.num_kv_heads,
+            self.tasks(),
             self.threads,
             self.workspace_len().div_ceil(1024),
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workspace_len_follows_the_documented_formula() {
+        for (q_len, kv_len, head_dim, value_dim) in
+            [(1, 1, 1, 1), (3, 500, 20, 20), (40, 40, 65, 65), (700, 900, 64, 128), (5000, 7, 256, 256)]
+        {
+            let shape = AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
+            let plan = AttentionPlan::new(&shape, &AttentionConfig::causal()).unwrap();
+            let Blocks { panel_rows, task_rows: rows, kv_block, .. } = plan.blocks;
+            let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
+            let arrays = [
+                rows * head_dim,
+                rows * value_dim,
+                rows,
+                rows,
+                panel_rows,
+                panel_rows * kv_block,
+                kv_block * k,
+                kv_block * v,
+            ];
+            let bytes: usize = arrays.iter().map(|len| (4 * len).next_multiple_of(64)).sum();
+            assert_eq!(plan.workspace_len(), plan.threads() * bytes, "{shape:?}");
+            assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);
+            assert!(4 * rows * (head_dim + value_dim) <= MAX_ROW_BYTES || rows <= panel_rows);
+        }
     }
 }

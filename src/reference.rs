@@ -24,7 +24,7 @@ pub struct ReferenceOutput {
 /// All rows.
 ///
 /// # Errors
-/// As [`crate::attention`].
+/// As [`AttentionShape::of`]; the configuration is not checked.
 pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
     inputs: &AttentionInputs<'_, T, K>,
     config: &AttentionConfig,
@@ -46,7 +46,7 @@ pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
 /// One row `[batch, head, query]`: its output and its log-sum-exp.
 ///
 /// # Errors
-/// As [`crate::attention`].
+/// As [`AttentionShape::of`].
 ///
 /// # Panics
 /// If the row lies outside the shape.

@@ -76,7 +76,7 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) value_dim: usize,
     /// Decode: rows of Q, unscaled, each valid for reading `head_dim` elements.
     pub(crate) q_rows: [*const A; MAX_DECODE_ROWS],
-    /// Decode: `softmax_scale * log2(e)`. For prefill the panels of Q contain it.
+    /// Decode: `softmax_scale`. For prefill the panels of Q contain it.
     pub(crate) scale: A,
     pub(crate) scratch: &'t mut Scratch<'s, A>,
 }

@@ -74,7 +74,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     pub(crate) fn run_task(&self, task: usize, scratch: &mut Scratch<'_, T::Acc>) {
         let plan = self.plan;
         let task = RowBlock::new(plan, task);
-        let scale = T::Acc::from_f64(plan.softmax_scale * std::f64::consts::LOG2_E);
+        let scale = T::Acc::from_f64(plan.softmax_scale);
         let q_rows = self.start(&task, scale, scratch);
         let kv_end = task.row_end(task.rows - 1);
         for first_key in (0..kv_end).step_by(plan.blocks.kv_block) {
@@ -144,8 +144,10 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 let q = q[from + p * layout.strides[3]].to_acc();
                 *to = if is_decode { q } else { q.mul_scalar(scale) };
             }
-            if is_decode {
-                q_rows[row] = to.as_ptr();
+        }
+        if is_decode {
+            for (q_row, packed) in q_rows[..task.rows].iter_mut().zip(scratch.q_panels.chunks_exact(head_dim)) {
+                *q_row = packed.as_ptr();
             }
         }
         q_rows

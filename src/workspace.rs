@@ -2,17 +2,19 @@
 
 #![allow(unsafe_code)]
 
+use std::fmt;
+
 use aligned_vec::{AVec, ConstAlign};
 
 use crate::kernels::lane::Lane;
 use crate::plan::Blocks;
-use crate::{AttentionPlan, AttentionShape};
+use crate::{AttentionError, AttentionPlan, AttentionShape};
 
 /// One cache line, and one AVX-512 vector.
 pub(crate) const ALIGN_BYTES: usize = 64;
 
 /// Scratch memory for [`AttentionPlan::run`]. One workspace serves any number of plans, one after the other.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Workspace {
     bytes: AVec<u8, ConstAlign<ALIGN_BYTES>>,
 }
@@ -24,20 +26,28 @@ impl Workspace {
     }
 
     /// A workspace for this plan.
-    pub fn for_plan(plan: &AttentionPlan) -> Self {
+    ///
+    /// # Errors
+    /// [`AttentionError::AllocationFailed`].
+    pub fn for_plan(plan: &AttentionPlan) -> Result<Self, AttentionError> {
         let mut workspace = Self::new();
-        workspace.reserve(plan);
-        workspace
+        workspace.reserve(plan)?;
+        Ok(workspace)
     }
 
     /// Grows to what this plan needs; never shrinks.
-    pub fn reserve(&mut self, plan: &AttentionPlan) {
+    ///
+    /// # Errors
+    /// [`AttentionError::AllocationFailed`]; the workspace is empty then.
+    pub fn reserve(&mut self, plan: &AttentionPlan) -> Result<(), AttentionError> {
         let needed = plan.workspace_len();
         if self.bytes.len() < needed {
             // The old contents are of no use: free them first, so that the peak is one buffer.
             self.bytes = AVec::new(ALIGN_BYTES);
+            self.bytes.try_reserve_exact(needed).map_err(|_| AttentionError::AllocationFailed { bytes: needed })?;
             self.bytes.resize(needed, 0);
         }
+        Ok(())
     }
 
     /// Size in bytes.
@@ -52,6 +62,12 @@ impl Workspace {
 
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes
+    }
+}
+
+impl fmt::Debug for Workspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workspace").field("len", &self.len()).finish()
     }
 }
 

@@ -210,7 +210,7 @@ fn the_three_tiers_agree() {
 
             let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
             assert_eq!(*plan.shape(), problem.shape());
-            let mut workspace = Workspace::for_plan(&plan);
+            let mut workspace = Workspace::for_plan(&plan).unwrap();
             assert_eq!(run_plan(&plan, problem, &mut workspace), into.bits(), "{config:?}");
             // A plan serves every layer, and what another one left in the workspace does not matter.
             let mut poisoned = normal_problem(&problem.shape(), 10);

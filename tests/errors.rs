@@ -114,16 +114,64 @@ fn size_overflow() {
     }
 }
 
+#[cfg(target_pointer_width = "64")]
 #[test]
 fn output_too_large_to_allocate() {
     // Broadcast queries of no memory: the output of `attention` would not fit the address space.
     let one = [1.0f32; 4];
     let q = TensorView::with_strides(&one, [1, 1, 1 << 40, 1], [0; 4]).unwrap();
     let k = TensorView::with_strides(&one, [1, 1, 1, 1], [0; 4]).unwrap();
-    let v = TensorView::with_strides(&one, [1, 1, 1, 1 << 22], [0; 4]).unwrap();
-    let error = attention(&AttentionInputs::new(q, k, v), &AttentionConfig::full()).unwrap_err();
-    assert!(matches!(error, AttentionError::SizeOverflow { .. }), "{error}");
-    assert_names(&error, &[&(1u64 << 40).to_string(), &(1u64 << 22).to_string()]);
+    for (value_dim, overflows) in [(1 << 22, true), (1 << 15, false)] {
+        let v = TensorView::with_strides(&one, [1, 1, 1, value_dim], [0; 4]).unwrap();
+        let error = attention(&AttentionInputs::new(q, k, v), &AttentionConfig::full()).unwrap_err();
+        if overflows {
+            assert!(matches!(error, AttentionError::PlanOverflow { .. }), "{error}");
+            assert_names(&error, &[&(1u64 << 40).to_string(), &value_dim.to_string()]);
+        } else {
+            assert_eq!(error, AttentionError::AllocationFailed { bytes: 1 << 57 });
+            assert_names(&error, &[&(1u64 << 57).to_string()]);
+        }
+    }
+}
+
+/// Features broadcast from one element take no memory, the workspace for them does.
+#[cfg(target_pointer_width = "64")]
+#[test]
+fn workspace_too_large_to_allocate() {
+    let one = [1.0f32];
+    let features = TensorView::with_strides(&one, [1, 1, 1, 1 << 45], [0; 4]).unwrap();
+    let v = TensorView::with_strides(&one, [1, 1, 1, 1], [0; 4]).unwrap();
+    let mut out = [CANARY];
+    let inputs = AttentionInputs::new(features, features, v);
+    let mut outputs = AttentionOutputs::new(TensorViewMut::from_bhsd(&mut out, [1, 1, 1, 1]).unwrap());
+    let error = attention_into(&inputs, &mut outputs, &AttentionConfig::full()).unwrap_err();
+    assert!(matches!(error, AttentionError::AllocationFailed { bytes } if bytes > 1 << 45), "{error}");
+    let plan = AttentionPlan::new(&AttentionShape::of(&inputs).unwrap(), &AttentionConfig::full()).unwrap();
+    assert_eq!(Workspace::for_plan(&plan).unwrap_err(), error);
+    assert_eq!(out[0].to_bits(), CANARY.to_bits());
+
+    // Nothing to compute needs nothing.
+    let none = TensorView::with_strides(&one, [1, 1, 0, 1 << 45], [0; 4]).unwrap();
+    assert_eq!(attention(&AttentionInputs::new(none, features, v), &AttentionConfig::full()), Ok(vec![]));
+}
+
+#[test]
+fn plan_overflow() {
+    for shape in [
+        AttentionShape { q_len: usize::MAX, ..SHAPE },
+        AttentionShape { head_dim: usize::MAX, ..SHAPE },
+        AttentionShape { value_dim: usize::MAX / 4, ..SHAPE },
+        AttentionShape { batch: usize::MAX, ..SHAPE },
+        AttentionShape { kv_len: usize::MAX, batch: usize::MAX / 2, ..SHAPE },
+    ] {
+        match AttentionPlan::new(&shape, &AttentionConfig::causal()) {
+            Err(error) => {
+                assert_eq!(error, AttentionError::PlanOverflow { shape });
+                assert_names(&error, &[&shape.q_len.to_string(), &shape.head_dim.to_string()]);
+            }
+            Ok(plan) => assert!(plan.workspace_len() < 1 << 30, "{shape:?}"),
+        }
+    }
 }
 
 #[test]
@@ -249,7 +297,7 @@ fn logsumexp_len_mismatch() {
 #[test]
 fn invalid_softmax_scale() {
     let problem = normal_problem(&SHAPE, 1);
-    for value in [f64::NAN, -f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+    for value in [f64::NAN, -f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e39, -f64::MAX] {
         let config = AttentionConfig::causal().with_softmax_scale(value);
         let error = refused_with(&problem, OUT_SHAPE, 60, config);
         assert!(
@@ -287,7 +335,7 @@ fn plan_shape_mismatch() {
         AttentionShape { value_dim: 12, ..SHAPE },
     ] {
         let plan = AttentionPlan::new(&planned, &AttentionConfig::causal()).unwrap();
-        let error = refused_by_plan(&planned, &mut Workspace::for_plan(&plan));
+        let error = refused_by_plan(&planned, &mut Workspace::for_plan(&plan).unwrap());
         assert_eq!(error, AttentionError::PlanShapeMismatch { planned, found: SHAPE });
         assert_names(&error, &[&format!("{planned:?}"), &format!("{SHAPE:?}")]);
     }

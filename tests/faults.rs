@@ -3,8 +3,7 @@
 mod common;
 
 use common::{
-    Expected, Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head, run, run_on,
-    top_left,
+    Expected, Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head, run_on, top_left,
 };
 use fused_attention::{AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Parallelism, attention};
 
@@ -194,7 +193,7 @@ fn a_single_head_used_one_thread_only() {
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);
         assert_eq!(pools[1].install(|| AttentionPlan::new(&shape, &config).unwrap().threads()), 4);
-        let [one, four] = pools.each_ref().map(|pool| pool.install(|| run(&problem, &config)).bits());
+        let [one, four] = pools.each_ref().map(|pool| pool.install(|| common::run(&problem, &config)).bits());
         assert!(one == four, "{set}: the bits depend on the threads");
         // Whoever waits for one heavy task idles: they must be several to a thread. The plan says how many it made.
         let plan = pools[1].install(|| AttentionPlan::new(&shape, &config).unwrap()).to_string();

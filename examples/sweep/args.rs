@@ -76,6 +76,10 @@ pub struct Args {
     /// Writes the rows as a JSON array to FILE, or with `-` alone to stdout (the table then goes to stderr)
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<String>,
+
+    /// Draws throughput against sequence length, a line for each head_dim, with the measured peak and the baseline
+    #[arg(long, value_name = "FILE.svg")]
+    pub plot: Option<String>,
 }
 
 /// Which keys a query sees.

@@ -5,6 +5,7 @@ mod args;
 mod inputs;
 mod measure;
 mod peak;
+mod plot;
 mod report;
 mod threads;
 mod unfused;
@@ -43,11 +44,13 @@ fn run(args: &Args) -> Result<()> {
     let threads = Threads::new(args.threads)?;
     let json_to_stdout = args.json.as_deref() == Some("-");
     // Opened before minutes are spent on what could not be written.
+    let create = |option: &str, path: &str| File::create(path).map_err(|error| format!("{option} {path}: {error}"));
     let json: Option<Box<dyn Write>> = match args.json.as_deref() {
         None => None,
         Some("-") => Some(Box::new(io::stdout())),
-        Some(path) => Some(Box::new(File::create(path).map_err(|error| format!("--json {path}: {error}"))?)),
+        Some(path) => Some(Box::new(create("--json", path)?)),
     };
+    let plot = args.plot.as_deref().map(|path| create("--plot", path)).transpose()?;
     let mut table: Box<dyn Write> = if json_to_stdout { Box::new(io::stderr()) } else { Box::new(io::stdout()) };
 
     // The library's choice where none was forced.
@@ -56,7 +59,8 @@ fn run(args: &Args) -> Result<()> {
     let sweep = Sweep { args, threads: &threads, instruction_set, peak: &peak };
 
     let progress = progress_bar(&shapes)?;
-    writeln!(table, "{}", Row::heading(args, instruction_set.name()))?;
+    let title = Row::title(args, instruction_set.name());
+    writeln!(table, "{title}\n\n{}", Row::heading(args))?;
     let mut rows = Vec::new();
     for shape in &shapes {
         let phase = |phase: &str| {
@@ -74,6 +78,9 @@ fn run(args: &Args) -> Result<()> {
         serde_json::to_writer_pretty(&mut json, &rows)?;
         writeln!(json)?;
         json.flush()?;
+    }
+    if let Some((mut file, path)) = plot.zip(args.plot.as_deref()) {
+        file.write_all(plot::svg(&title, &rows)?.as_bytes()).map_err(|error| format!("--plot {path}: {error}"))?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use crate::peak::Peak;
 use crate::report::Row;
 use crate::threads::Threads;
 use crate::unfused::Unfused;
-use crate::verify::Reference;
+use crate::verify::{Reference, tolerance};
 
 /// Rounds that every contender gets even if they take longer than the time given.
 const MIN_ROUNDS: usize = 3;
@@ -63,8 +63,7 @@ impl Sweep<'_> {
 
         phase("verifying");
         let reference = Reference::new(&inputs, &config)?;
-        // The rounding of f32, with room: a wrong result is wrong by far more.
-        let tolerance = 3e-6 * tensors.max_abs_value() * (shape.head_dim as f64 / 128.0).sqrt().max(1.0);
+        let tolerance = tolerance(&tensors, shape);
         let error_of = |name: &str, out: &[f32]| -> crate::Result<f64> {
             let error = reference.max_abs_error(&view(layout, out, tensors.output_shape())?);
             if error.is_nan() || error > tolerance {

@@ -42,20 +42,27 @@ pub struct Row {
 }
 
 impl Row {
-    /// What all rows of a sweep have in common, and the names of the columns.
-    pub fn heading(args: &Args, instruction_set: &str) -> String {
+    /// What all rows of a sweep have in common.
+    pub fn title(args: &Args, instruction_set: &str) -> String {
         let Args { batch, heads, threads, .. } = *args;
         let plural = |n: usize| if n == 1 { "" } else { "s" };
         let name = |option: &dyn std::fmt::Debug| format!("{option:?}").to_lowercase();
-        let mut heading = format!(
-            "{} attention, f32, {instruction_set}, batch {batch}, {heads} head{}, {} of KV, {}, {} inputs, {threads} thread{}\n\n\
-             head_dim  value_dim    q_len   kv_len    time (ms)   GFLOP/s      peak   of peak   max error   rows checked   workspace (KiB)",
+        format!(
+            "{} attention, f32, {instruction_set}, batch {batch}, {heads} head{}, {} of KV, {}, {} inputs, {threads} thread{}",
             name(&args.mask),
             plural(heads),
             args.kv_heads.unwrap_or(heads),
             name(&args.layout),
             name(&args.inputs),
             plural(threads),
+        )
+    }
+
+    /// The names of the columns.
+    pub fn heading(args: &Args) -> String {
+        let mut heading = String::from(
+            "head_dim  value_dim    q_len   kv_len    time (ms)   GFLOP/s      peak   of peak   max error   \
+             rows checked   workspace (KiB)",
         );
         if args.compare == Some(Baseline::Unfused) {
             heading += "   unfused (ms)   unfused/ours   unfused error";

@@ -2,6 +2,8 @@
 
 use fused_attention::{AttentionConfig, AttentionError, AttentionInputs, AttentionShape, TensorView, reference};
 
+use crate::inputs::Tensors;
+
 /// Multiply-adds that the reference may take for one shape: some tenths of a second.
 const BUDGET: usize = 200_000_000;
 /// Rows to check however long they are.
@@ -40,6 +42,11 @@ impl Reference {
         }
         max
     }
+}
+
+/// The error that the rounding of f32 may make, with room: a wrong result is wrong by far more.
+pub fn tolerance(tensors: &Tensors, shape: &AttentionShape) -> f64 {
+    3e-6 * tensors.max_abs_value() * (shape.head_dim as f64 / 128.0).sqrt().max(1.0)
 }
 
 /// Spread over heads by turns and over queries by the golden ratio, which hits every residue of every block size; the

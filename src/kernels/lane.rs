@@ -27,8 +27,8 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     fn reciprocal(self) -> Self;
     /// False for NaN.
     fn is_zero(self) -> bool;
-    /// `ln(2) * max_log2 + ln(sum)`.
-    fn logsumexp(max_log2: Self, sum: Self) -> Self;
+    /// `max + ln(sum)`, NaN where the sum is 0: every visible score was -inf, which has no softmax.
+    fn logsumexp(max: Self, sum: Self) -> Self;
 
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
     fn add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
@@ -46,8 +46,8 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     fn store_partial<S: Simd>(simd: S, to: &mut [Self], value: Self::Vector<S>);
     fn less_than<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Mask<S>;
     fn select<S: Simd>(simd: S, mask: Self::Mask<S>, yes: Self::Vector<S>, no: Self::Vector<S>) -> Self::Vector<S>;
-    /// 2^x, see [`crate::kernels::exp`].
-    fn exp2<S: Simd>(simd: S, x: Self::Vector<S>) -> Self::Vector<S>;
+    /// e^x, see [`crate::kernels::exp`].
+    fn exp<S: Simd>(simd: S, x: Self::Vector<S>) -> Self::Vector<S>;
 
     /// See [`transpose`](super::transpose::transpose).
     ///
@@ -148,9 +148,11 @@ impl Lane for f32 {
         self == 0.0
     }
     #[inline(always)]
-    fn logsumexp(max_log2: f32, sum: f32) -> f32 {
-        // In f64: the product's rounding would otherwise exceed that of the whole pass where the maximum is large.
-        (core::f64::consts::LN_2 * f64::from(max_log2) + f64::from(sum).ln()) as f32
+    fn logsumexp(max: f32, sum: f32) -> f32 {
+        if sum == 0.0 {
+            return f32::NAN;
+        }
+        max + sum.ln()
     }
     #[inline(always)]
     fn splat<S: Simd>(simd: S, value: f32) -> S::f32s {
@@ -206,7 +208,7 @@ impl Lane for f32 {
         unsafe { super::transpose::transpose(simd, from, to) }
     }
     #[inline(always)]
-    fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-        super::exp::exp2_f32(simd, x)
+    fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+        super::exp::exp_f32(simd, x)
     }
 }

@@ -32,42 +32,33 @@ pub(crate) unsafe fn score_row<S: Simd, A: Lane>(simd: S, q: &[A], k: Rows<A>, s
     // SAFETY: a row of `k` for each element of `scores`.
     unsafe {
         for scores in &mut chunks {
-            scores.copy_from_slice(&dot::<S, A, KEYS, 1>(simd, q, Rows { start: key, ..k }));
+            scores.copy_from_slice(&dot::<S, A, KEYS>(simd, q, Rows { start: key, ..k }));
             key = key.wrapping_add(KEYS * k.stride); // past the last key there is perhaps no memory
         }
         for score in chunks.into_remainder() {
-            [*score] = dot::<S, A, 1, KEYS>(simd, q, Rows { start: key, ..k });
+            [*score] = dot::<S, A, 1>(simd, q, Rows { start: key, ..k });
             key = key.wrapping_add(k.stride);
         }
     }
 }
 
-/// `q . k` for the first `KEYS` rows of `k`, each as `WAYS` partial sums: `KEYS * WAYS` sums hide the latency of an FMA.
+/// `q . k` for the first `KEYS` rows of `k`, each in the same order of additions: equal keys get equal
+/// scores.
 ///
 /// # Safety
 /// `k` must be valid for reading `KEYS` rows of `q.len()` elements.
 #[inline(always)]
-unsafe fn dot<S: Simd, A: Lane, const KEYS: usize, const WAYS: usize>(simd: S, q: &[A], k: Rows<A>) -> [A; KEYS] {
+unsafe fn dot<S: Simd, A: Lane, const KEYS: usize>(simd: S, q: &[A], k: Rows<A>) -> [A; KEYS] {
     let lanes = A::lanes::<S>();
     let whole = q.len() / lanes * lanes;
-    let mut acc = [[A::splat(simd, A::ZERO); WAYS]; KEYS];
+    let mut acc = [A::splat(simd, A::ZERO); KEYS];
     let mut p = 0;
     // SAFETY: `p + lanes <= q.len()` in the loop; behind it `q.len() - whole` elements are left of every row.
     unsafe {
-        while p + WAYS * lanes <= whole {
-            for way in 0..WAYS {
-                let q = A::load::<S>(q.as_ptr().add(p + way * lanes));
-                for key in 0..KEYS {
-                    let k = A::load::<S>(k.start.add(key * k.stride + p + way * lanes));
-                    acc[key][way] = A::mul_add(simd, q, k, acc[key][way]);
-                }
-            }
-            p += WAYS * lanes;
-        }
         while p < whole {
             let q = A::load::<S>(q.as_ptr().add(p));
             for key in 0..KEYS {
-                acc[key][0] = A::mul_add(simd, q, A::load::<S>(k.start.add(key * k.stride + p)), acc[key][0]);
+                acc[key] = A::mul_add(simd, q, A::load::<S>(k.start.add(key * k.stride + p)), acc[key]);
             }
             p += lanes;
         }
@@ -75,17 +66,13 @@ unsafe fn dot<S: Simd, A: Lane, const KEYS: usize, const WAYS: usize>(simd: S, q
             let q_tail = A::load_partial(simd, &q[whole..]);
             for key in 0..KEYS {
                 let k_tail = core::slice::from_raw_parts(k.start.add(key * k.stride + whole), q.len() - whole);
-                acc[key][0] = A::mul_add(simd, q_tail, A::load_partial(simd, k_tail), acc[key][0]);
+                acc[key] = A::mul_add(simd, q_tail, A::load_partial(simd, k_tail), acc[key]);
             }
         }
     }
     let mut sums = [A::ZERO; KEYS];
     for key in 0..KEYS {
-        let mut sum = acc[key][0];
-        for way in 1..WAYS {
-            sum = A::add(simd, sum, acc[key][way]);
-        }
-        sums[key] = A::reduce_sum(simd, sum);
+        sums[key] = A::reduce_sum(simd, acc[key]);
     }
     sums
 }

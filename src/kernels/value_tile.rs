@@ -98,15 +98,15 @@ unsafe fn value_tile<S: Simd, A: Lane, const DIMS: usize, const ROW_VECTORS: usi
                 }
             }
             v = v.wrapping_add(v_stride); // past the last key there is perhaps no memory
-            probs = probs.add(panel_rows);
+            probs = probs.wrapping_add(panel_rows);
         }
         for (dim, acc) in acc.iter().enumerate() {
             for (vector, &acc) in acc.iter().enumerate() {
                 A::store::<S>(out_acc.add(dim * panel_rows + vector * lanes), acc);
             }
         }
-        block.v = block.v.add(DIMS);
-        block.out_acc = out_acc.add(DIMS * panel_rows);
+        block.v = block.v.wrapping_add(DIMS);
+        block.out_acc = out_acc.wrapping_add(DIMS * panel_rows);
     }
 }
 

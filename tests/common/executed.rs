@@ -22,8 +22,12 @@ fn every_instruction_set_executes() {
         let config = AttentionConfig::causal().with_instruction_set(set);
         let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
         let mut out = Tensor::unwritten(problem.out_shape(), super::Layout::Bhsd);
-        plan.run(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &mut Workspace::for_plan(&plan))
-            .unwrap();
+        plan.run(
+            &problem.inputs(),
+            &mut AttentionOutputs::new(out.view_mut()),
+            &mut Workspace::for_plan(&plan).unwrap(),
+        )
+        .unwrap();
         out.assert_written();
         assert_eq!(plan.instruction_set().name(), set.name());
         // Told from inside the dispatched code.

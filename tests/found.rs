@@ -1,0 +1,119 @@
+//! Inputs that once broke something, each kept as the law that it broke.
+
+mod common;
+
+use common::{CANARY, Expected, Problem, Tensor, instruction_sets, one_head};
+use fused_attention::{
+    AttentionConfig, AttentionInputs, AttentionOutputs, TensorView, TensorViewMut, attention, attention_into, reference,
+};
+
+/// An axis of one element may have any stride, the largest included.
+#[test]
+fn strides_of_single_elements_are_never_used() {
+    let data: Vec<f32> = (0..64).map(|i| (i as f32).sin()).collect();
+    for set in instruction_sets() {
+        let config = AttentionConfig::full().with_instruction_set(set);
+        for (q_len, head_dim) in [(1, 4), (16, 4), (40, 1)] {
+            let q = TensorView::with_strides(&data, [1, 1, q_len, head_dim], [usize::MAX, usize::MAX, 1, 1]).unwrap();
+            let plain = TensorView::from_bhsd(&data, [1, 1, 1, head_dim]).unwrap();
+            let huge = TensorView::with_strides(&data, [1, 1, 1, head_dim], [usize::MAX, 5, usize::MAX, 1]).unwrap();
+            let expected = attention(&AttentionInputs::new(q, plain, plain), &config);
+            assert_eq!(attention(&AttentionInputs::new(q, huge, huge), &config), expected, "{set}");
+        }
+    }
+}
+
+/// A feature repeated by a stride of 0 is the same as the feature written out.
+#[test]
+fn repeated_features_are_features() {
+    for set in instruction_sets() {
+        let config = AttentionConfig::causal().with_instruction_set(set);
+        for rows in [3, 50] {
+            let column: Vec<f32> = (0..rows).map(|i| (i as f32).cos()).collect();
+            let written: Vec<f32> = column.iter().flat_map(|&x| [x; 19]).collect();
+            let repeated = TensorView::with_strides(&column, [1, 1, rows, 19], [0, 0, 1, 0]).unwrap();
+            let written = TensorView::from_bhsd(&written, [1, 1, rows, 19]).unwrap();
+            let expected = attention(&AttentionInputs::new(written, written, written), &config).unwrap();
+            assert_eq!(attention(&AttentionInputs::new(repeated, repeated, repeated), &config), Ok(expected), "{set}");
+        }
+    }
+}
+
+/// Folding log2(e) into Q lost up to 16 times the bound here: small integers make every score exact.
+#[test]
+fn exact_scores_of_any_size_keep_the_bound() {
+    for (largest, seed) in [(2i64, 1u64), (4, 2), (8, 3), (16, 4), (100, 5)] {
+        let integer = |salt: u64| {
+            move |[_, _, s, d]: [usize; 4]| {
+                let hash = (s as u64 * 64 + d as u64 + seed * 1000 + salt).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33;
+                (hash as i64 % (2 * largest + 1) - largest) as f32
+            }
+        };
+        let tensor = |salt| Tensor::from_fn([1, 1, 50, 64], common::Layout::Bhsd, integer(salt));
+        let problem = Problem::new(tensor(1), tensor(2), tensor(3));
+        for config in [AttentionConfig::full(), AttentionConfig::causal()] {
+            let expected = Expected::new(&problem, &config);
+            for set in instruction_sets() {
+                let answer = common::run(&problem, &config.with_instruction_set(set));
+                expected.assert_met_by(&answer, &(set, largest));
+            }
+        }
+    }
+}
+
+/// All visible scores -inf: no softmax exists, and the log-sum-exp does not pretend that the row saw no key.
+#[test]
+fn only_infinitely_small_scores_give_nan_everywhere() {
+    for (q_len, kv_len) in [(1, 1), (1, 2), (1, 300), (40, 1), (40, 40)] {
+        let shape = one_head(q_len, kv_len, 1, 1);
+        let (q, k, v) = (vec![1.0f32; q_len], vec![f32::NEG_INFINITY; kv_len], vec![1.0f32; kv_len]);
+        let view = |data, len| TensorView::from_bhsd(data, [1, 1, len, 1]).unwrap();
+        let inputs = AttentionInputs::new(view(&q, q_len), view(&k, kv_len), view(&v, kv_len));
+        assert!(reference::attention(&inputs, &AttentionConfig::full()).unwrap().logsumexp.iter().all(|x| x.is_nan()));
+        for set in instruction_sets() {
+            let (mut out, mut logsumexp) = (vec![CANARY; q_len], vec![CANARY; q_len]);
+            let out_view = TensorViewMut::from_bhsd(&mut out, [1, 1, q_len, 1]).unwrap();
+            let mut outputs = AttentionOutputs::new(out_view).with_logsumexp(&mut logsumexp);
+            attention_into(&inputs, &mut outputs, &AttentionConfig::full().with_instruction_set(set)).unwrap();
+            assert!(out.iter().chain(&logsumexp).all(|x| x.is_nan()), "{set} {shape:?}");
+        }
+    }
+}
+
+/// Finite scores up to the largest f32 are scores; a sum of weights is not rescaled by an infinite factor.
+#[test]
+fn scores_near_the_largest_number_are_ordinary() {
+    let (q, k, v) = ([1.8e19f32], [1.7e19f32, 1.6e19, -1.7e19], [1.0f32, 2.0, 3.0]);
+    let view = |data, len| TensorView::from_bhsd(data, [1, 1, len, 1]).unwrap();
+    let inputs = AttentionInputs::new(view(&q, 1), view(&k, 3), view(&v, 3));
+    let rows = vec![1.8e19f32; 40];
+    let many = AttentionInputs::new(view(&rows, 40), view(&k, 3), view(&v, 3));
+    for set in instruction_sets() {
+        let config = AttentionConfig::full().with_softmax_scale(1.0).with_instruction_set(set);
+        assert_eq!(attention(&inputs, &config), Ok(vec![1.0]), "{set}");
+        assert_eq!(attention(&many, &config), Ok(vec![1.0; 40]), "{set}");
+    }
+}
+
+/// The sign of a zero that underflowed does not depend on the output's strides.
+#[test]
+fn results_that_underflow_have_the_same_bits_at_any_stride() {
+    for set in instruction_sets() {
+        let config = AttentionConfig::full().with_instruction_set(set);
+        for q_len in [2, 16] {
+            let (zeros, v) = (vec![0.0f32; q_len], [-1e-45f32, 0.0, 0.0]);
+            let q = TensorView::from_bhsd(&zeros, [1, 1, q_len, 1]).unwrap();
+            let k = TensorView::with_strides(&zeros, [1, 1, 3, 1], [0; 4]).unwrap();
+            let v = TensorView::from_bhsd(&v, [1, 1, 3, 1]).unwrap();
+            let (mut plain, mut strided) = (vec![CANARY; q_len], vec![CANARY; 2 * q_len]);
+            let plain_view = TensorViewMut::from_bhsd(&mut plain, [1, 1, q_len, 1]).unwrap();
+            let strided_view = TensorViewMut::with_strides(&mut strided, [1, 1, q_len, 1], [1, 1, 2, 2]).unwrap();
+            let inputs = AttentionInputs::new(q, k, v);
+            attention_into(&inputs, &mut AttentionOutputs::new(plain_view), &config).unwrap();
+            attention_into(&inputs, &mut AttentionOutputs::new(strided_view), &config).unwrap();
+            for (plain, strided) in plain.iter().zip(strided.iter().step_by(2)) {
+                assert_eq!((plain.to_bits(), strided.to_bits()), (0, 0), "{set}");
+            }
+        }
+    }
+}
