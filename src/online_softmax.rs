@@ -14,28 +14,32 @@ use pulp::Simd;
 
 use crate::kernels::lane::Lane;
 
-/// State of one panel's rows, `[ROW_VECTORS]` vectors each.
+/// State of one panel's rows, `[ROW_VECTORS]` vectors each, and the old maximum on entry in `rescale`.
 pub(crate) struct RowState<'a, V> {
     pub(crate) running_max: &'a mut [V],
     pub(crate) running_sum: &'a mut [V],
-    /// Written by every step: what the old `out_acc` must be multiplied with.
+    /// On entry the maximum before this block; then what the old `out_acc` must be multiplied with.
     pub(crate) rescale: &'a mut [V],
 }
 
-/// Turns a block of scores `[keys][ROW_VECTORS]` into unnormalised probabilities and updates the rows' state.
+/// Turns a block of scores `[keys][ROW_VECTORS]` into unnormalised probabilities and updates the rows' state. Where
+/// `max_is_known`, `running_max` contains the maximum of the block already.
 #[inline(always)]
 pub(crate) fn softmax_step<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     simd: S,
     scores: &mut [[A::Vector<S>; ROW_VECTORS]],
     state: RowState<'_, A::Vector<S>>,
+    max_is_known: bool,
 ) {
     // One vector of rows at a time: its state and the constants of exp then stay in 16 registers. Interleaving two
     // vectors reloads the constants in every step (24 instead of 17 instructions a vector on AVX2).
     for vector in 0..ROW_VECTORS {
-        let old_max = state.running_max[vector];
-        let mut max = old_max;
-        for scores in scores.iter() {
-            max = A::max(simd, scores[vector], max);
+        let old_max = state.rescale[vector];
+        let mut max = state.running_max[vector];
+        if !max_is_known {
+            for scores in scores.iter() {
+                max = A::max(simd, scores[vector], max);
+            }
         }
         let is_finite = A::less_than(simd, A::splat(simd, A::NEG_INFINITY), max);
         let reference = A::select(simd, is_finite, max, A::splat(simd, A::ZERO));

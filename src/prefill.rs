@@ -85,8 +85,12 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             [span(Vectors::All, 0, half_end), span(Vectors::UpperHalf, half_end, keys)]
         };
 
+        let running_max = &mut self.scratch.running_max[first_row..][..panel_rows];
+        self.scratch.rescale[..panel_rows].copy_from_slice(running_max);
+        // Full blocks find the maximum while the scores are in registers, edge blocks once the hidden ones are gone.
+        let max = (!is_edge).then_some(running_max.as_mut_ptr());
         for span in spans.into_iter().flatten() {
-            self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
+            self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
         }
         let mut row_ends = [A::ZERO; MAX_PANEL_ROWS];
         let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores[..keys * panel_rows]);
@@ -104,7 +108,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_sum[first_row..][..panel_rows])[0],
             rescale: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.rescale[..panel_rows])[0],
         };
-        softmax_step::<S, A, ROW_VECTORS>(simd, scores, state);
+        softmax_step::<S, A, ROW_VECTORS>(simd, scores, state, !is_edge);
 
         let hidden_values_are_finite = !is_edge
             || *values_finite.get_or_insert_with(|| {
@@ -125,13 +129,14 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         }
     }
 
-    /// Q K^T of a span, into `scratch.scores`.
+    /// Q K^T of a span, into `scratch.scores`; `max` as in [`ScoreBlock`], for the whole panel.
     #[inline(always)]
     fn scores<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
         simd: S,
         first_row: usize,
         span: Span,
+        max: Option<*mut A>,
     ) {
         let Self { k, k_stride, head_dim, .. } = *self;
         let panel_rows = self.task.panel_rows;
@@ -146,10 +151,11 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             head_dim,
             q_panel: q_panel[first_lane..].as_ptr(),
             scores: scores.as_mut_ptr().wrapping_add(first_lane),
+            max: max.map(|max| max.wrapping_add(first_lane)),
             panel_rows,
         };
         // SAFETY: `k` is valid for `self.keys >= span.end` rows (see the field); `q_panel` and `scores` have just been
-        // cut to size, and a half starts half a row in and is half as wide.
+        // cut to size, `max` has `panel_rows`, and a half starts half a row in and is half as wide.
         unsafe {
             match (span.rows, ROW_VECTORS) {
                 (Vectors::All, _) => score_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),

@@ -21,6 +21,8 @@ pub(crate) struct ScoreBlock<A> {
     pub(crate) q_panel: *const A,
     /// `[keys][panel_rows]`, written; may be uninitialised.
     pub(crate) scores: *mut A,
+    /// `[panel_rows]`, raised to each row's largest score, where wanted. NaN may count or not.
+    pub(crate) max: Option<*mut A>,
     /// Elements between neighbouring keys of `scores` and dims of `q_panel`.
     pub(crate) panel_rows: usize,
 }
@@ -29,7 +31,8 @@ pub(crate) struct ScoreBlock<A> {
 ///
 /// # Safety
 /// `k` must be valid for reading `keys` rows of `head_dim` elements at `k_stride`, `q_panel` for reading `head_dim`
-/// and `scores` for writing `keys` rows of `ROW_VECTORS` vectors at `panel_rows`.
+/// and `scores` for writing `keys` rows of `ROW_VECTORS` vectors at `panel_rows`, `max` for reading and writing
+/// `ROW_VECTORS` vectors.
 #[inline(always)]
 pub(crate) unsafe fn score_block<S: Simd, A: Lane, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
     simd: S,
@@ -96,6 +99,16 @@ unsafe fn score_tile<S: Simd, A: Lane, const KEYS: usize, const ROW_VECTORS: usi
         for (key, acc) in acc.iter().enumerate() {
             for (vector, &acc) in acc.iter().enumerate() {
                 A::store::<S>(block.scores.add(key * panel_rows + vector * lanes), acc);
+            }
+        }
+        if let Some(max) = block.max {
+            for vector in 0..ROW_VECTORS {
+                let max = max.add(vector * lanes);
+                let mut largest = A::load::<S>(max);
+                for acc in &acc {
+                    largest = A::max(simd, acc[vector], largest);
+                }
+                A::store::<S>(max, largest);
             }
         }
         // Past the last key there is perhaps no memory, and past the last row of a half panel none of this array.
