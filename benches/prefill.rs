@@ -31,6 +31,9 @@ use unfused::Unfused;
 const SHAPES: [([usize; 3], &[usize]); 3] =
     [([8, 8, 64], &[128, 512, 2048, 4096]), ([8, 8, 128], &[128, 512, 2048, 4096]), ([8, 2, 128], &[2048])];
 
+/// The slow set would take most of the time to say the same at every length.
+const LONGEST_PORTABLE: usize = 512;
+
 static SERIAL: Threads = Threads::Serial;
 
 fn main() {
@@ -51,6 +54,9 @@ fn bench_shape(criterion: &mut Criterion, shape: &AttentionShape) {
     let case = LazyCell::new(|| Case::new(shape));
 
     for set in InstructionSet::available() {
+        if set.name() == "portable" && q_len > LONGEST_PORTABLE {
+            continue;
+        }
         bench_checked(&mut group, &id(set.name()), &case, |case| {
             let config = AttentionConfig::causal().with_parallelism(Parallelism::Serial).with_instruction_set(set);
             let plan = AttentionPlan::new(shape, &config).expect("a valid shape");
