@@ -9,7 +9,9 @@ loops loads or stores a vector relative to the stack.
 
 import re, subprocess, sys
 from collections import defaultdict
-from pathlib import Path
+
+sys.dont_write_bytecode = True  # no cache among the sources
+from find_loops import find_loops, tile_sizes
 
 MCA = "llvm-mca-19"
 WANTED = 0.90  # of the model's peak: marked, not required
@@ -29,73 +31,6 @@ CPUS = {
     },
 }
 TRIPLES = {"avx2": "x86_64", "avx512": "x86_64", "neon": "aarch64"}
-REGISTER = {"avx2": r"%ymm\d+", "avx512": r"%zmm\d+", "neon": r"v\d+\.4s"}
-BRANCH = re.compile(r"\s+(?:j[a-z]+|b\.[a-z]+|cbn?z|tbn?z|b)\s+(?:.*,\s*)?(\.L\w+)$")
-
-
-def tile_sizes():
-    """(tile, short, row_vectors) of every set."""
-    source = (Path(__file__).resolve().parent.parent / "src/kernels.rs").read_text()
-    found = re.findall(r"const (\w+): Self = Self \{ tile: (\d+), short: (\d+), row_vectors: (\d+)", source)
-    return {name.lower(): tuple(map(int, sizes)) for name, *sizes in found}
-
-
-def functions(path):
-    """(name, lines) of every function with code of the prefill kernels."""
-    name, lines = None, []
-    for line in path.read_text().splitlines():
-        if line.strip() == ".cfi_startproc":
-            lines = []
-        elif line.strip() == ".cfi_endproc":
-            if name and "PrefillBlock" in name:
-                yield name, lines
-        else:
-            if re.match(r"_R\w+:$", line):
-                name = line[:-1]
-            lines.append(line)
-
-
-def innermost_loops(lines):
-    """Instructions of each innermost loop."""
-    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"\.L\w+:$", line)}
-    jumps = [(labels[m[1]], i) for i, line in enumerate(lines) if (m := BRANCH.match(line)) and labels.get(m[1], i) < i]
-    for first, last in jumps:
-        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in jumps):
-            yield [line.strip() for line in lines[first : last + 1] if re.match(r"\s+[a-z]", line)]
-
-
-class Loop:
-    """An innermost loop of FMAs, or `None` in `shape` where it is none of a tile."""
-
-    def __init__(self, instruction_set, body, has_frame_pointer):
-        self.body, register = body, REGISTER[instruction_set]
-        x86 = instruction_set != "neon"
-        if x86:
-            fmas = [line for line in body if re.match(rf"vfn?m(add|sub)\d+ps\s.*{register}$", line)]
-            accumulators = {line.split()[-1] for line in fmas}
-            rows = [line for line in body if re.match(rf"vmov[au]p[sd]\s+.*\(.*\), {register}$", line)]
-            rows += [line for line in fmas if re.search(r"\(", line) and "{1to" not in line]
-            scalars = [line for line in body if line.startswith("vbroadcastss") or "{1to" in line]
-            neighbours = [line for line in scalars if re.search(r"\s-?\d+\(%r\w+\)", line)]
-        else:
-            fmas = [line for line in body if re.match(rf"fmla\s+{register}", line)]
-            accumulators = {line.split()[1] for line in fmas}
-            rows = [line for line in body for _ in range(1 + line.startswith("ldp")) if re.match(r"ld[pru]+\s+q\d+", line)]
-            scalars = [line for line in body for _ in range(1 + line.startswith("ldp")) if re.match(r"ld1r|ld[pru]+\s+s\d+", line)]
-            neighbours = [line for line in scalars if "#" in line]
-        self.fmas = len(fmas)
-        # The same without memory operands.
-        self.bare_fmas = [re.sub(r"-?\d*\([^)]*\)(\{1to\d+\})?", register.replace(r"\d+", "15"), line) for line in fmas]
-        self.shape = None
-        if len(accumulators) >= 8 and rows:
-            self.unrolled = self.fmas // len(accumulators)
-            row_vectors = len(rows) // self.unrolled
-            self.shape = (len(accumulators) // row_vectors, row_vectors) if row_vectors else None
-        # The value tile's scalars are neighbours in memory, the score tile's are a row apart.
-        self.kind = "value" if 2 * len(neighbours) > len(scalars) else "score"
-        stack = r"\(%rsp|\(%rbp" if has_frame_pointer else r"\(%rsp"
-        vector = r"%[xyz]mm" if x86 else r"\b[qvds]\d+"
-        self.spills = [line for line in body if re.search(stack if x86 else r"\[(sp|x29)\b", line) and re.search(vector, line)]
 
 
 def mca(instruction_set, cpu, body, iterations, line):
@@ -129,31 +64,25 @@ def peak(instruction_set, cpu):
     return rate(instruction_set, cpu, [fma.format(i) for i in range(12)])
 
 
+def bare_fmas(loop):
+    """Its FMAs without memory operands."""
+    fmas = [line for line in loop.body if re.match(r"vfn?m(add|sub)|fml[as]", line)]
+    register = "%zmm15" if loop.instruction_set == "avx512" else "%ymm15"
+    return [re.sub(r"-?\d*\([^)]*\)(\{1to\d+\})?", register, line) for line in fmas]
+
+
 def main():
     loops, problems = defaultdict(lambda: defaultdict(list)), []
-    for path in map(Path, sys.argv[1:]):
-        for name, lines in functions(path):
-            text = "\n".join(lines)
-            has_frame_pointer = "movq\t%rsp, %rbp" in text
-            for body in innermost_loops(lines):
-                joined = "\n".join(body)
-                if "fmla" in joined:
-                    instruction_set = "neon"
-                elif "vfmadd" in joined:
-                    instruction_set = "avx512" if "%zmm" in joined else "avx2"
-                else:
-                    continue
-                loop = Loop(instruction_set, body, has_frame_pointer)
-                if loop.shape:
-                    loops[instruction_set][loop.kind, loop.shape].append(loop)
-                    for line in loop.spills:
-                        problems.append(f"{instruction_set} {loop.kind} {loop.shape}: on the stack: {line}")
+    for loop in find_loops(sys.argv[1:]):
+        if loop.instruction_set in CPUS and loop.shape and loop.shape[0] * loop.shape[1] >= 8:
+            loops[loop.instruction_set][loop.kind, loop.shape].append(loop)
+            problems += [f"{loop.instruction_set} {loop.kind} {loop.shape}: on the stack: {line}" for line in loop.vector_spills]
 
     sizes = tile_sizes()
     for instruction_set, cpus in CPUS.items():
         tile, short, row_vectors = sizes[instruction_set]
         for kind in ("score", "value"):
-            complete = [loop for loop in loops[instruction_set][kind, (tile, row_vectors)] if loop.fmas >= tile * row_vectors]
+            complete = [loop for loop in loops[instruction_set][kind, (tile, row_vectors)] if loop.multiply_adds >= tile * row_vectors]
             if not complete:
                 problems.append(f"{instruction_set}: no {kind} loop with {tile} x {row_vectors} FMAs")
         for cpu, (silicon, remark) in cpus.items():
@@ -170,9 +99,9 @@ def main():
                 # The slowest of the copies that inlining made.
                 results = []
                 for loop in copies:
-                    best_rate = max(model, rate(instruction_set, cpu, loop.bare_fmas))
+                    best_rate = max(model, rate(instruction_set, cpu, bare_fmas(loop)))
                     loop_cycles = cycles(instruction_set, cpu, loop.body)
-                    results.append((loop.fmas / loop_cycles / best_rate, loop.fmas, loop_cycles))
+                    results.append((loop.multiply_adds / loop_cycles / best_rate, loop.multiply_adds, loop_cycles))
                 fraction, fmas, slowest = min(results)
                 full = (height, vectors) == (tile, row_vectors)
                 print(f"  {kind} {height:2} x {vectors}{' full' if full else '     '}  {len(copies):8}  {fmas:4}  {slowest:6.2f}  {fraction:8.2f}"

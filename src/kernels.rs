@@ -20,6 +20,8 @@
 
 pub(crate) mod exp;
 pub(crate) mod lane;
+#[cfg(feature = "__panel")]
+pub mod panel;
 pub(crate) mod row;
 pub(crate) mod score_tile;
 pub(crate) mod transpose;

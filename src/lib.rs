@@ -83,6 +83,9 @@ pub use error::AttentionError;
 pub use instruction_set::InstructionSet;
 #[doc(hidden)]
 pub use instruction_set::executed_instruction_set;
+#[cfg(feature = "__panel")]
+#[doc(hidden)]
+pub use kernels::panel;
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};

@@ -174,7 +174,7 @@ fn warm_up(pool: &rayon::ThreadPool) {
         pool.broadcast(|context| {
             if context.index() == origin {
                 // As many jobs as threads, none of which ends before all have begun: each runs on another thread.
-                rayon::scope(|scope| (0..threads).for_each(|_| scope.spawn(|_| drop(all_at_once.wait()))));
+                rayon::scope(|scope| (0..threads).for_each(|_| scope.spawn(|_| _ = all_at_once.wait())));
             }
         });
     }
