@@ -234,7 +234,7 @@ fn run(case: &Case) -> Option<()> {
 
     // A plan with a workspace that is too small is refused, with a large enough one it is the same call.
     let plan = AttentionPlan::new(&shape.ok()?, &config).ok()?;
-    let mut workspace = Workspace::for_plan(&plan).unwrap();
+    let mut workspace = Workspace::for_plan(&plan).ok()?;
     assert!(workspace.len() >= plan.workspace_len());
     let before: Vec<u32> = out_data.iter().map(|x| x.to_bits()).collect();
     let mut outputs = AttentionOutputs::new(out.view_mut(&mut out_data)?.ok()?);
