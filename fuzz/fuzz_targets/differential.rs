@@ -196,8 +196,6 @@ struct Row {
     roundings: Vec<f64>,
     /// The same for the logsumexp, relative to it where it exceeds 1.
     logsumexp_roundings: f64,
-    /// Largest visible score.
-    max_score: f32,
 }
 
 impl Row {
@@ -246,7 +244,7 @@ impl Row {
                 (out, tolerance * max_v + (error + f64::from(out.abs()) * sum_error) / f64::from(sum.max(1.0)))
             })
             .unzip();
-        Self { unfused, roundings, logsumexp_roundings: tolerance + sum_error, max_score }
+        Self { unfused, roundings, logsumexp_roundings: tolerance + sum_error }
     }
 }
 
