@@ -51,28 +51,39 @@ pub(crate) unsafe fn score_row<S: Simd, A: Lane>(simd: S, q: &[A], k: Rows<A>, s
 unsafe fn dot<S: Simd, A: Lane, const KEYS: usize>(simd: S, q: &[A], k: Rows<A>) -> [A; KEYS] {
     let lanes = A::lanes::<S>();
     let whole = q.len() / lanes * lanes;
-    let mut acc = [A::splat(simd, A::ZERO); KEYS];
+    // Two sums a key halve the chain of dependent FMAs, which is what a single key waits for.
+    let mut acc = [[A::splat(simd, A::ZERO); 2]; KEYS];
     let mut p = 0;
     // SAFETY: `p + lanes <= q.len()` in the loop; behind it `q.len() - whole` elements are left of every row.
     unsafe {
-        while p < whole {
+        while p + 2 * lanes <= whole {
+            for half in 0..2 {
+                let at = p + half * lanes;
+                let q = A::load::<S>(q.as_ptr().add(at));
+                for key in 0..KEYS {
+                    let k = A::load::<S>(k.start.add(key * k.stride + at));
+                    acc[key][half] = A::mul_add(simd, q, k, acc[key][half]);
+                }
+            }
+            p += 2 * lanes;
+        }
+        if p < whole {
             let q = A::load::<S>(q.as_ptr().add(p));
             for key in 0..KEYS {
-                acc[key] = A::mul_add(simd, q, A::load::<S>(k.start.add(key * k.stride + p)), acc[key]);
+                acc[key][0] = A::mul_add(simd, q, A::load::<S>(k.start.add(key * k.stride + p)), acc[key][0]);
             }
-            p += lanes;
         }
         if whole < q.len() {
             let q_tail = A::load_partial(simd, &q[whole..]);
             for key in 0..KEYS {
                 let k_tail = core::slice::from_raw_parts(k.start.add(key * k.stride + whole), q.len() - whole);
-                acc[key] = A::mul_add(simd, q_tail, A::load_partial(simd, k_tail), acc[key]);
+                acc[key][1] = A::mul_add(simd, q_tail, A::load_partial(simd, k_tail), acc[key][1]);
             }
         }
     }
     let mut sums = [A::ZERO; KEYS];
     for key in 0..KEYS {
-        sums[key] = A::reduce_sum(simd, acc[key]);
+        sums[key] = A::reduce_sum(simd, A::add(simd, acc[key][0], acc[key][1]));
     }
     sums
 }
