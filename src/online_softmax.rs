@@ -69,11 +69,8 @@ pub(crate) fn softmax_row<S: Simd, A: Lane>(
 ) -> A {
     let lanes = A::lanes::<S>();
     let old_max = *running_max;
-    if keys == 1 && is_first_block {
-        // One key has all the weight, however small its score; NaN where the score is infinite or NaN.
-        let score = scores[0].mul_scalar(scale);
-        let weight = score.mul_scalar(A::ZERO).add_scalar(A::from_index(1));
-        (scores[0], *running_sum, *running_max) = (weight, weight, score);
+    if keys <= FEW_KEYS && is_first_block {
+        (*running_max, *running_sum) = softmax_of_few(simd, &mut scores[..keys], scale);
         return A::ZERO;
     }
     let scale = A::splat(simd, scale);
@@ -99,4 +96,34 @@ pub(crate) fn softmax_row<S: Simd, A: Lane>(
     *running_sum = running_sum.mul_scalar(rescale).add_scalar(block_sum);
     *running_max = max;
     rescale
+}
+
+/// Up to this many keys a row's scores stay in registers: as a vector they would go through memory, where a load that
+/// spans several stores waits for them. [measured, 8 heads of T = 2, AVX2] 801 ns through memory, 642 ns this way.
+const FEW_KEYS: usize = 4;
+
+/// Unscaled scores to probabilities, for the first and only keys of a row. Gives maximum and sum.
+#[inline(always)]
+fn softmax_of_few<S: Simd, A: Lane>(simd: S, scores: &mut [A], scale: A) -> (A, A) {
+    if let [score] = scores {
+        // One key has all the weight, however small its score; NaN where the score is infinite or NaN.
+        let max = score.mul_scalar(scale);
+        *score = max.mul_scalar(A::ZERO).add_scalar(A::from_index(1));
+        return (max, *score);
+    }
+    let mut max = A::NEG_INFINITY;
+    for score in scores.iter_mut() {
+        *score = score.mul_scalar(scale);
+        if *score > max {
+            max = *score; // NaN never is: it shows in the sum
+        }
+    }
+    let reference = if max > A::NEG_INFINITY { max } else { A::ZERO };
+    let mut sum = A::ZERO;
+    for score in scores.iter_mut() {
+        let difference = A::sub(simd, A::splat(simd, *score), A::splat(simd, reference));
+        *score = A::first_lane::<S>(A::exp(simd, difference));
+        sum = sum.add_scalar(*score);
+    }
+    (max, sum)
 }
