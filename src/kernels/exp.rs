@@ -8,7 +8,7 @@
 //!    exponent field of `2^(n-1)`, so that one shift builds it.
 //! 3. `p` has degree 5 with `p(0) = 2` exactly: equal scores give a weight of exactly 1, and a block that does not
 //!    raise the maximum rescales by exactly 1. Largest relative error 1.71e-7 + 1.4e-8 |x| (degree 6: 0.7e-7 for one more
-//!    FMA); where multiply-add is not fused 2.1e-7 + 6.5e-8 |x|.
+//!    FMA); where multiply-add is not fused 2.1e-7 + 8e-8 |x|.
 //! 4. `2^(n-1)` is multiplied in. Adding `n` to the exponent bits of `p` instead would turn some NaNs into numbers.
 //! 5. `x` is first raised to -87.3 at least, whose field is 0, so that everything up to -87 gives exactly 0, -inf
 //!    included, and nothing gives a subnormal. This one instruction is why the factor 2 sits in `p`: with a field of
@@ -79,7 +79,7 @@ mod tests {
 
     /// As stated at the top of the file: absolute and per |x|.
     fn stated_error(set: InstructionSet) -> (f64, f64) {
-        if set.name().starts_with("portable") { (2.1e-7, 6.5e-8) } else { (1.71e-7, 1.4e-8) }
+        if set.name().starts_with("portable") { (2.1e-7, 8e-8) } else { (1.71e-7, 1.4e-8) }
     }
 
     /// Largest relative error, as a fraction of the stated one, over the given inputs.
