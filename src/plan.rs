@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Calls of fewer floating-point operations (`2 * (head_dim + value_dim)` for every visible score) run on the calling
-/// thread: waking a second one costs about as much as they take (some 20 us at 100 GFLOP/s).
+/// thread: at 100 GFLOP/s they take some 20 us, of which sharing could save little more than waking threads costs.
 pub const SERIAL_BELOW_FLOPS: u64 = 1 << 21;
 
 /// Keys of a block, at absolute positions. Per panel they cost one pass over the accumulators (load, rescale, store), so

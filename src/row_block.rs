@@ -42,7 +42,7 @@ impl RowBlock {
     fn split(&self, row: usize) -> (usize, usize) {
         let row = self.first_row + row;
         match self.group_size {
-            1 => (row, 0), // two divisions less, a tenth of the time of a call of two tokens
+            1 => (row, 0), // two divisions less, 4 to 7 % of a call of 2 to 4 tokens
             group_size => (row / group_size, row % group_size),
         }
     }

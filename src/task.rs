@@ -242,8 +242,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
 /// Whether to copy a block whose keys the kernels could read where they lie. Where keys are not neighbours (token-major
 /// memory), every key is a page of its own, and strides of a power of two fall into few cache sets: [measured, 8
-/// heads of 128 in `[batch, seq, heads, head_dim]`, T = 2048, AVX2] 0.72 of FMA peak in place, 0.87 packed. The copy costs
-/// 0.5-1 % of a task of 8 panels and more; a task of few panels does not earn it back.
+/// heads of 128 in `[batch, seq, heads, head_dim]`, T = 2048, AVX2] 0.72 of FMA peak in place, 0.87 packed. Where
+/// it is not needed the copy costs 0.5-1 % at T = 512 and more, 3 % at T = 128 (8 panels); a task of few panels does not earn
+/// it back.
 fn worth_packing(task: &RowBlock, key_stride: usize, dim: usize) -> bool {
     const FEWEST_PANELS: usize = 4;
     key_stride != dim && task.rows > (FEWEST_PANELS - 1) * task.panel_rows

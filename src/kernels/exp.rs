@@ -12,7 +12,7 @@
 //! 4. `2^(n-1)` is multiplied in. Adding `n` to the exponent bits of `p` instead would turn some NaNs into numbers.
 //! 5. `x` is first raised to -87.3 at least, whose field is 0, so that everything up to -87 gives exactly 0, -inf
 //!    included, and nothing gives a subnormal. This one instruction is why the factor 2 sits in `p`: with a field of
-//!    `2^n` the last results would be subnormal, and a comparison and selection cost three instructions of 24 a vector.
+//!    `2^n` the last results would be subnormal, and a comparison and selection cost three instructions of 25 a vector.
 
 use core::f32::consts::LOG2_E;
 

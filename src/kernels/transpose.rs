@@ -1,7 +1,7 @@
 //! Transposes of 8 x 8 tiles: rows of Q into lanes, lanes of the accumulators into rows of the output.
 //!
-//! The `Simd` trait has no transpose, so this is the one place with intrinsics of each set. [measured, one head of
-//! T = 128, head_dim 64, AVX2] element by element, Q and the output took 16 % of the time; by tiles they take 2 %.
+//! The `Simd` trait has no transpose, so this is the one place with intrinsics of each set. [measured, 8 heads of
+//! T = 128, head_dim 64, AVX2] 0.60 of FMA peak with Q and the output moved element by element, 0.67 by tiles.
 
 #![allow(unsafe_code)]
 
