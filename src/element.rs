@@ -1,8 +1,10 @@
 //! Which numbers tensors may hold, and which type their products are accumulated in.
 
+use half::{bf16, f16};
+
 use crate::task::TaskKernels;
 
-/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`.
+/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, [`f16`](half::f16) and [`bf16`](half::bf16).
 ///
 /// Every element type names the type in which scores, softmax and output are accumulated. All tensors of one
 /// call share that accumulator.
@@ -38,6 +40,8 @@ pub trait Accumulator: Element<Acc = Self> + TaskKernels {}
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
+    impl Sealed for half::f16 {}
+    impl Sealed for half::bf16 {}
 }
 
 impl Element for f32 {
@@ -70,3 +74,61 @@ impl Element for f32 {
 }
 
 impl Accumulator for f32 {}
+
+impl Element for f16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn to_acc(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn from_acc(value: f32) -> f16 {
+        f16::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn as_acc(_: &[f16]) -> Option<&[f32]> {
+        None
+    }
+
+    #[inline(always)]
+    fn as_acc_mut(_: *mut f16) -> Option<*mut f32> {
+        None
+    }
+
+    #[inline(always)]
+    fn to_f64(self) -> f64 {
+        f16::to_f64(self)
+    }
+}
+
+impl Element for bf16 {
+    type Acc = f32;
+
+    #[inline(always)]
+    fn to_acc(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn from_acc(value: f32) -> bf16 {
+        bf16::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn as_acc(_: &[bf16]) -> Option<&[f32]> {
+        None
+    }
+
+    #[inline(always)]
+    fn as_acc_mut(_: *mut bf16) -> Option<*mut f32> {
+        None
+    }
+
+    #[inline(always)]
+    fn to_f64(self) -> f64 {
+        bf16::to_f64(self)
+    }
+}

@@ -80,6 +80,7 @@ pub use attention::{AttentionInputs, AttentionOutputs, attention, attention_into
 pub use config::{AttentionConfig, CausalAlignment, Mask, Parallelism};
 pub use element::{Accumulator, Element};
 pub use error::AttentionError;
+pub use half::{bf16, f16};
 pub use instruction_set::InstructionSet;
 #[doc(hidden)]
 pub use instruction_set::executed_instruction_set;
