@@ -17,6 +17,8 @@ pub struct AttentionInputs<'a, T, K = T> {
     pub k: TensorView<'a, K>,
     /// Values `[batch, num_kv_heads, kv_len, value_dim]`. May be a view into the memory of `k`.
     pub v: TensorView<'a, K>,
+    /// Keys of each sequence of the batch, where they are fewer than `kv_len`. `None`: all have `kv_len`.
+    pub kv_lens: Option<&'a [usize]>,
 }
 
 /// What attention writes.
@@ -33,7 +35,27 @@ pub struct AttentionOutputs<'a, T: Element> {
 impl<'a, T, K> AttentionInputs<'a, T, K> {
     /// Queries, keys and values.
     pub fn new(q: TensorView<'a, T>, k: TensorView<'a, K>, v: TensorView<'a, K>) -> Self {
-        Self { q, k, v }
+        Self { q, k, v, kv_lens: None }
+    }
+
+    /// Gives each sequence of the batch its own number of keys, at most `kv_len` (FlashAttention's `cache_seqlens`). What
+    /// lies beyond is padding: it is never looked at, and may hold anything. On which side it lies says
+    /// [`AttentionConfig::kv_padding`]; a causal mask ends with each sequence's own last key.
+    ///
+    /// ```
+    /// use fused_attention::*;
+    /// // A cache with room for 4 keys; the two sequences have 3 and 1 so far.
+    /// let (q, k) = (vec![0.5f32; 2 * 8], vec![0.25f32; 2 * 4 * 8]);
+    /// let v: Vec<f32> = (0..2 * 4 * 8).map(|i| (i / 8) as f32).collect(); // the values of key j are all j
+    /// let (k, v) = (TensorView::from_bhsd(&k, [2, 1, 4, 8])?, TensorView::from_bhsd(&v, [2, 1, 4, 8])?);
+    /// let inputs = AttentionInputs::new(TensorView::from_bhsd(&q, [2, 1, 1, 8])?, k, v).with_kv_lens(&[3, 1]);
+    /// let out = attention(&inputs, &AttentionConfig::causal())?;
+    /// assert_eq!([out[0], out[8]], [1.0, 4.0]); // the mean of 0, 1, 2; and key 4 alone
+    /// # Ok::<(), AttentionError>(())
+    /// ```
+    pub fn with_kv_lens(mut self, kv_lens: &'a [usize]) -> Self {
+        self.kv_lens = Some(kv_lens);
+        self
     }
 }
 

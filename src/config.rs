@@ -20,6 +20,9 @@ pub struct AttentionConfig {
     /// Factor on Q K^T. `None` (default) is `1 / sqrt(head_dim)`. Any value that is finite in f32 is legal, 0 and
     /// negative ones included.
     pub softmax_scale: Option<f64>,
+    /// On which side of a shorter sequence the padding lies, where the inputs give
+    /// [lengths](crate::AttentionInputs::with_kv_lens). Default: [`KvPadding::Right`].
+    pub kv_padding: KvPadding,
     /// Where the work runs. Default: [`Parallelism::Rayon`] with the feature `rayon`, else [`Parallelism::Serial`].
     pub parallelism: Parallelism,
     /// Which instructions to use. `None` (default): the environment variable `FUSED_ATTENTION_INSTRUCTION_SET` if
@@ -63,6 +66,24 @@ pub enum CausalAlignment {
     TopLeft,
 }
 
+/// On which side of a sequence that is shorter than its tensor the padding lies.
+///
+/// ```text
+/// kv_len 5, a sequence of 3       Right         Left          (x: a key of the sequence)
+///                                 x x x . .     . . x x x
+/// ```
+/// A causal mask is aligned to the sequence itself: with [`CausalAlignment::BottomRight`] the last query sees up to the
+/// last `x`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum KvPadding {
+    /// Keys first, padding behind them: what a cache with room to grow has.
+    #[default]
+    Right,
+    /// Padding first: batches of prompts that end together.
+    Left,
+}
+
 /// Where the work runs. The result has the same bits either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -94,7 +115,13 @@ impl AttentionConfig {
 
     /// Every query sees every key.
     pub fn full() -> Self {
-        Self { mask: Mask::Full, softmax_scale: None, parallelism: Parallelism::default(), instruction_set: None }
+        Self {
+            mask: Mask::Full,
+            softmax_scale: None,
+            kv_padding: KvPadding::default(),
+            parallelism: Parallelism::default(),
+            instruction_set: None,
+        }
     }
 
     /// Sets the factor on Q K^T.
@@ -106,6 +133,12 @@ impl AttentionConfig {
     /// Makes the mask causal with this alignment.
     pub fn with_causal_alignment(mut self, alignment: CausalAlignment) -> Self {
         self.mask = Mask::Causal(alignment);
+        self
+    }
+
+    /// Sets on which side shorter sequences are padded.
+    pub fn with_kv_padding(mut self, kv_padding: KvPadding) -> Self {
+        self.kv_padding = kv_padding;
         self
     }
 

@@ -1,52 +1,197 @@
-//! The rows of a task, one after the other, against one block of keys: for tasks of a few rows. Features lie in the
-//! lanes, and a row computes the keys that it sees and no others, so that nothing needs to be hidden.
+//! A few rows of one KV head against one block of keys. Features lie in the lanes; K and V are read once for four rows, as
+//! they are stored, and while one of them is in use the other is fetched: what such a task waits for is memory.
 //!
-//! Scratch as in `prefill` with panels of one row: out_acc `[row][value_dim]`. Q is read where it lies, unscaled; the
-//! scores are scaled instead.
+//! Scratch as in `prefill` with panels of one row: out_acc `[row][value_dim]`, and scores `[row][kv_block + MAX_LANES]`. Q is
+//! read where it lies, unscaled; the scores are scaled instead.
 
 #![allow(unsafe_code)]
 
+use std::ops::Range;
+
 use pulp::Simd;
 
-use crate::kernels::WithTiles;
 use crate::kernels::lane::Lane;
-use crate::kernels::row::{Rows, score_row, value_row};
+use crate::kernels::row::{Ahead, Rows, ValueRows, score_rows, value_rows};
+use crate::kernels::stored::Stored;
+use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
 use crate::online_softmax::softmax_row;
-use crate::row_block::KeyBlock;
+use crate::row_block::RowBlock;
+use crate::workspace::Scratch;
 
 /// All rows of a task against one block of keys.
-pub(crate) struct DecodeBlock<'t, 's, A>(pub(crate) KeyBlock<'t, 's, A>);
+pub(crate) struct DecodeBlock<'t, 's, A, K> {
+    pub(crate) task: &'t RowBlock,
+    pub(crate) first_key: usize,
+    pub(crate) keys: usize,
+    /// Valid for reading `keys` rows of `head_dim` elements.
+    pub(crate) k: Rows<K>,
+    /// Valid for reading `keys` rows of `value_dim` elements.
+    pub(crate) v: Rows<K>,
+    /// Keys of the next block, to be fetched.
+    pub(crate) next_keys: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) value_dim: usize,
+    /// Rows of Q, unscaled, each valid for reading `head_dim` elements.
+    pub(crate) q_rows: [*const A; MAX_DECODE_ROWS],
+    pub(crate) scale: A,
+    /// The first block of the task: accumulators are written, not read.
+    pub(crate) is_first: bool,
+    pub(crate) scratch: &'t mut Scratch<'s, A>,
+}
 
-impl<A: Lane> WithTiles for DecodeBlock<'_, '_, A> {
+impl<A: Lane, K: Stored<A>> WithTiles for DecodeBlock<'_, '_, A, K> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
-        let KeyBlock { task, first_key, head_dim, value_dim, q_rows, scale, scratch, .. } = self.0;
-        let k = Rows { start: self.0.k, stride: self.0.k_stride };
-        let v = Rows { start: self.0.v, stride: self.0.v_stride };
-        for row in 0..task.rows {
-            let keys = task.row_end(row).saturating_sub(first_key).min(self.0.keys);
-            if keys == 0 {
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(mut self, simd: S) {
+        // Sets with 32 registers have tiles of 24 vectors.
+        let many_registers = TILE * ROW_VECTORS >= 24;
+        let rows = self.task.rows;
+        let mut row = 0;
+        // Rows of a short call meet so few keys that what they have in common is little.
+        let together = if self.task.keys().len() <= FEW_KEYS { 1 } else { 4 };
+        while row + 4 <= rows.min(row + together) {
+            if many_registers {
+                self.run_rows::<S, 4, 4, 4>(simd, row);
+            } else {
+                self.run_rows::<S, 2, 2, 4>(simd, row);
+            }
+            row += 4;
+        }
+        while row + 2 <= rows.min(row + together) {
+            self.run_rows::<S, 4, 4, 2>(simd, row);
+            row += 2;
+        }
+        while row < rows {
+            self.run_rows::<S, 4, 8, 1>(simd, row);
+            row += 1;
+        }
+    }
+}
+
+/// Up to this many keys each row is computed by itself.
+const FEW_KEYS: usize = 16;
+
+impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
+    /// `ROWS` rows from `first` on.
+    #[inline(always)]
+    fn run_rows<S: Simd, const KEYS: usize, const VECTORS: usize, const ROWS: usize>(&mut self, simd: S, first: usize) {
+        let stride = self.scratch.scores.len() / self.task.rows;
+        let mut keys: [Range<usize>; ROWS] = core::array::from_fn(|_| 0..0);
+        for (row, keys) in keys.iter_mut().enumerate() {
+            let range = self.task.row_keys(first + row);
+            let clamp = |key: usize| key.saturating_sub(self.first_key).min(self.keys);
+            *keys = clamp(range.start)..clamp(range.end);
+        }
+        let any = keys[0].start..keys[ROWS - 1].end;
+        let all = keys[ROWS - 1].start..keys[0].end;
+        if any.is_empty() {
+            return;
+        }
+        // Only the last rows of the task fetch: by then the others have read the block.
+        let fetches = first + ROWS == self.task.rows;
+        let v_rows = Ahead {
+            start: self.v.start.cast(),
+            stride_bytes: self.v.stride.wrapping_mul(size_of::<K>()),
+            rows: self.keys,
+            row_bytes: self.value_dim * size_of::<K>(),
+        };
+        let v_rows = if first == 0 { v_rows.from(any.start) } else { Ahead { rows: 0, ..v_rows } };
+        let next_k = Ahead {
+            start: self.k.from(self.keys).start.cast(),
+            stride_bytes: self.k.stride.wrapping_mul(size_of::<K>()),
+            rows: if fetches { self.next_keys } else { 0 },
+            row_bytes: self.head_dim * size_of::<K>(),
+        };
+        let mut q = [self.q_rows[first]; ROWS];
+        q.copy_from_slice(&self.q_rows[first..first + ROWS]);
+        let scores = self.scratch.scores[first * stride..(first + ROWS) * stride].as_mut_ptr();
+        // SAFETY: `k` and each row of Q are valid for what is read (see the fields), `any` lies inside the block, and
+        // `scores` has just been cut to `ROWS` rows of `stride >= keys` elements.
+        unsafe {
+            let scores = (scores.add(any.start), stride);
+            score_rows::<S, A, K, KEYS, ROWS>(
+                simd,
+                q,
+                self.k.from(any.start),
+                (any.len(), self.head_dim),
+                scores,
+                v_rows,
+            );
+        }
+        let mut rescale = [A::ZERO; ROWS];
+        for (row, keys) in keys.iter().enumerate() {
+            if keys.is_empty() {
+                rescale[row] = A::from_index(1);
                 continue;
             }
-            // SAFETY: valid for `head_dim` elements (see the field).
-            let q = unsafe { std::slice::from_raw_parts(q_rows[row], head_dim) };
-            let scores = &mut scratch.scores[..keys.next_multiple_of(A::lanes::<S>())];
-            // SAFETY: `k` is valid for `self.0.keys >= keys` rows (see the field).
-            unsafe { score_row(simd, q, k, &mut scores[..keys]) };
-            let rescale = softmax_row(
+            let lanes = A::lanes::<S>();
+            let scores = &mut self.scratch.scores[(first + row) * stride..][..stride];
+            let scores = &mut scores[keys.start..][..keys.len().next_multiple_of(lanes)];
+            rescale[row] = softmax_row(
                 simd,
-                (&mut *scores, keys),
-                scale,
-                first_key == 0,
-                &mut scratch.running_max[row],
-                &mut scratch.running_sum[row],
+                (scores, keys.len()),
+                self.scale,
+                self.is_first,
+                &mut self.scratch.running_max[first + row],
+                &mut self.scratch.running_sum[first + row],
             );
-            let acc = &mut scratch.out_acc[row * value_dim..][..value_dim];
-            let rescale = (first_key > 0).then_some(rescale); // the first block finds no accumulators yet
-            // SAFETY: `v` is valid for `self.0.keys >= keys` rows of `value_dim` elements (see the field).
-            unsafe { value_row(simd, &scores[..keys], v, rescale, acc) };
         }
+        // Keys that every row sees are multiplied together; before and after them each row is by itself.
+        let (left, right) = if all.is_empty() { (any.end, any.end) } else { (all.start, all.end) };
+        let no_fetch = Ahead { rows: 0, ..next_k };
+        // Whether the accumulators of a row hold nothing yet: they are written then, not read.
+        let mut is_new = [self.is_first; ROWS];
+        for (row, keys) in keys.iter().enumerate() {
+            let edge = keys.start..keys.end.min(left);
+            if ROWS > 1 && !edge.is_empty() {
+                self.values::<S, VECTORS, 1>(simd, first + row, edge, (!is_new[row]).then_some([rescale[row]]), no_fetch);
+                (is_new[row], rescale[row]) = (false, A::from_index(1));
+            }
+        }
+        if left < right {
+            let all_new = is_new.iter().all(|&is_new| is_new);
+            for row in 0..ROWS {
+                if is_new[row] && !all_new {
+                    self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim].fill(A::ZERO);
+                }
+            }
+            self.values::<S, VECTORS, ROWS>(simd, first, left..right, (!all_new).then_some(rescale), next_k);
+            (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
+        }
+        for (row, keys) in keys.iter().enumerate() {
+            let edge = keys.start.max(right)..keys.end;
+            if ROWS > 1 && !edge.is_empty() {
+                self.values::<S, VECTORS, 1>(simd, first + row, edge, (!is_new[row]).then_some([rescale[row]]), no_fetch);
+            }
+        }
+    }
+
+    /// P V for `ROWS` rows from `first` on and these keys of the block.
+    #[inline(always)]
+    fn values<S: Simd, const VECTORS: usize, const ROWS: usize>(
+        &mut self,
+        simd: S,
+        first: usize,
+        keys: Range<usize>,
+        rescale: Option<[A; ROWS]>,
+        ahead: Ahead,
+    ) {
+        let stride = self.scratch.scores.len() / self.task.rows;
+        let acc = &mut self.scratch.out_acc[first * self.value_dim..][..ROWS * self.value_dim];
+        let probs = &self.scratch.scores[first * stride..][..ROWS * stride];
+        let op = ValueRows {
+            v: self.v.from(keys.start),
+            keys: keys.len(),
+            value_dim: self.value_dim,
+            probs: probs[keys.start..].as_ptr(),
+            probs_stride: stride,
+            rescale,
+            acc: acc.as_mut_ptr(),
+            ahead: ahead.from(keys.start),
+        };
+        // SAFETY: `v` is valid for the rows of the block (see the field), inside which `keys` lies; `probs` and `acc` have
+        // just been cut to size, and `keys.end <= stride`.
+        unsafe { value_rows::<S, A, K, VECTORS, ROWS>(simd, op) };
     }
 }

@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use crate::InstructionSet;
+use crate::decode::DecodeBlock;
 use crate::task::TaskKernels;
 
 /// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, [`f16`](half::f16) and [`bf16`](half::bf16).
@@ -27,6 +29,11 @@ pub trait Element: Copy + Send + Sync + core::fmt::Debug + sealed::Sealed + 'sta
     /// As [`as_acc`](Self::as_acc), for writing.
     #[doc(hidden)]
     fn as_acc_mut(elements: *mut Self) -> Option<*mut Self::Acc>;
+
+    /// A few rows against a block of keys and values of this type.
+    #[doc(hidden)]
+    #[allow(private_interfaces)] // the kernels are no part of the public interface
+    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, Self::Acc, Self>);
 
     /// The value in double precision (exact), for the reference.
     #[doc(hidden)]
@@ -71,6 +78,11 @@ impl Element for f32 {
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
+
+    #[allow(private_interfaces)]
+    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, f32, f32>) {
+        set.run(block);
+    }
 }
 
 impl Accumulator for f32 {}
@@ -102,6 +114,11 @@ impl Element for f16 {
     fn to_f64(self) -> f64 {
         f16::to_f64(self)
     }
+
+    #[allow(private_interfaces)]
+    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, f32, f16>) {
+        set.run(block);
+    }
 }
 
 impl Element for bf16 {
@@ -130,5 +147,10 @@ impl Element for bf16 {
     #[inline(always)]
     fn to_f64(self) -> f64 {
         bf16::to_f64(self)
+    }
+
+    #[allow(private_interfaces)]
+    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, f32, bf16>) {
+        set.run(block);
     }
 }

@@ -83,6 +83,24 @@ pub enum AttentionError {
         /// Sequence length of `v`.
         v: usize,
     },
+    /// There are not as many lengths as sequences.
+    #[error("kv_lens holds {found} lengths, the batch has {expected} sequences")]
+    KvLensLenMismatch {
+        /// Batch of `q`.
+        expected: usize,
+        /// Lengths given.
+        found: usize,
+    },
+    /// A sequence is longer than the tensors of its keys and values.
+    #[error("kv_lens[{index}] is {found}, k and v have room for {kv_len}")]
+    KvLenTooLong {
+        /// Index in the batch.
+        index: usize,
+        /// The length given.
+        found: usize,
+        /// Sequence length of `k` and `v`.
+        kv_len: usize,
+    },
     /// `k` and `q` have different head dimensions.
     #[error("k has head_dim {k}, q has head_dim {q}")]
     HeadDimMismatch {

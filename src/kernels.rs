@@ -22,8 +22,10 @@ pub(crate) mod exp;
 pub(crate) mod lane;
 #[cfg(feature = "__panel")]
 pub mod panel;
+pub(crate) mod reduce;
 pub(crate) mod row;
 pub(crate) mod score_tile;
+pub(crate) mod stored;
 pub(crate) mod transpose;
 pub(crate) mod value_tile;
 

@@ -64,6 +64,7 @@ mod error;
 mod instruction_set;
 mod kernels;
 mod mask;
+mod merge;
 mod online_softmax;
 mod packing;
 mod plan;
@@ -77,7 +78,7 @@ mod tensor;
 mod workspace;
 
 pub use attention::{AttentionInputs, AttentionOutputs, attention, attention_into};
-pub use config::{AttentionConfig, CausalAlignment, Mask, Parallelism};
+pub use config::{AttentionConfig, CausalAlignment, KvPadding, Mask, Parallelism};
 pub use element::{Accumulator, Element};
 pub use error::AttentionError;
 pub use half::{bf16, f16};

@@ -158,7 +158,7 @@ pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     let mut factors = [A::ZERO; MAX_PANEL_ROWS];
     for (lane, factor) in factors[..panel_rows].iter_mut().enumerate() {
         let row = first_row + lane;
-        if row < task.rows && task.row_end(row) > 0 {
+        if row < task.rows && task.row_sees_keys(row) {
             *factor = running_sum[row].reciprocal();
         }
     }

@@ -4,11 +4,12 @@ use std::fmt;
 
 use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
+use crate::merge::{PartialSizes, Partials};
 use crate::task::Call;
 use crate::workspace::ScratchSizes;
 use crate::{
     AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element, InstructionSet,
-    Workspace, schedule,
+    KvPadding, Workspace, schedule,
 };
 
 /// Calls of fewer floating-point operations (`2 * (head_dim + value_dim)` for every visible score) run on the calling
@@ -19,6 +20,23 @@ pub const SERIAL_BELOW_FLOPS: u64 = 1 << 21;
 /// more is better, until the scores of a panel (192 * 16 rows * 4 bytes = 12 KiB on AVX2, 24 KiB on AVX-512) crowd
 /// Q and the accumulators out of L1. Decides the bits, so it is one constant.
 pub(crate) const KV_BLOCK: usize = 192;
+
+/// The same where few rows meet the keys: K of a block stays in L1 until V is multiplied, and the other way round. Small, but
+/// a pass over the accumulators for each.
+pub(crate) const DECODE_KV_BLOCK: usize = 64;
+
+/// Keys of a chunk, where few rows meet many keys, so that one head keeps several threads busy. A constant (up to
+/// `MOST_CHUNKS` chunks), never a function of the threads, because it decides the bits. At head_dim 128 in f32 a chunk of K and V is
+/// 1 MiB, which takes far longer to read than to merge 4 rows of 128.
+const DECODE_CHUNK: usize = 1024;
+const DECODE_MOST_CHUNKS: usize = 64;
+
+/// The same for the rows of a few panels (speculative decoding, the tail of a prompt): their accumulators are larger.
+const PREFILL_CHUNK: usize = 8 * KV_BLOCK;
+const PREFILL_MOST_CHUNKS: usize = 16;
+
+/// Rows of one KV head above which its keys are not split: there are row blocks enough to share.
+const MOST_SPLIT_ROWS: usize = 256;
 
 /// Most rows of a task. A block of K and V is read from memory (and packed) once for all of them: at head_dim 128 a
 /// key costs 1 KiB of traffic and 512 * 256 / 16 = 8192 FMA cycles, under 1 GB/s.
@@ -53,11 +71,13 @@ const TASKS_PER_THREAD: usize = 4;
 pub struct AttentionPlan {
     pub(crate) shape: AttentionShape,
     pub(crate) visible: VisibleKeys,
+    pub(crate) kv_padding: KvPadding,
     pub(crate) softmax_scale: f64,
     pub(crate) instruction_set: InstructionSet,
     pub(crate) blocks: Blocks,
     threads: usize,
     scratch: ScratchSizes,
+    partials: PartialSizes,
 }
 
 /// Which way rows are computed.
@@ -78,9 +98,13 @@ pub(crate) struct Blocks {
     pub(crate) panel_rows: usize,
     /// Rows of a task, a multiple of `panel_rows`.
     pub(crate) task_rows: usize,
-    /// Tasks of one (batch, KV head).
+    /// Blocks of rows of one (batch, KV head).
     pub(crate) row_blocks: usize,
     pub(crate) kv_block: usize,
+    /// Keys of a chunk, a multiple of `kv_block` unless there is only one.
+    pub(crate) chunk_keys: usize,
+    /// Chunks of keys, each a task of its own.
+    pub(crate) chunks: usize,
 }
 
 impl Blocks {
@@ -91,18 +115,29 @@ impl Blocks {
         let panels = rows.div_ceil(panel_rows);
         let heads = shape.batch.checked_mul(shape.num_kv_heads)?;
         let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<f32>())?;
+        let (largest_block, chunk, most_chunks) = match path {
+            Path::Decode => (DECODE_KV_BLOCK, DECODE_CHUNK, DECODE_MOST_CHUNKS),
+            Path::Prefill if rows <= MOST_SPLIT_ROWS => (KV_BLOCK, PREFILL_CHUNK, PREFILL_MOST_CHUNKS),
+            Path::Prefill => (KV_BLOCK, KV_BLOCK, 1),
+        };
+        // Decode reads whole vectors of scores.
+        let kv_block = largest_block.min(shape.kv_len.max(1).checked_next_multiple_of(MAX_LANES)?);
+        let chunk_keys = shape.kv_len.div_ceil(most_chunks).checked_next_multiple_of(kv_block)?.max(chunk);
+        let chunks = shape.kv_len.div_ceil(chunk_keys).max(1);
         let most_rows = MAX_TASK_ROWS.min(MAX_ROW_BYTES / row_bytes);
-        // Fewer rows where the heads alone do not give every thread its tasks. Rows are independent of one another,
-        // so this may depend on the thread count without changing a bit.
-        let blocks_wanted = if threads == 1 { 1 } else { (TASKS_PER_THREAD * threads).div_ceil(heads.max(1)) };
+        // Fewer rows where the heads alone do not give every thread its tasks. Rows of prefill are independent of one
+        // another, so this may depend on the thread count without changing a bit. Those of decode share their tiles.
+        let blocks_wanted = match path {
+            Path::Prefill if threads > 1 => (TASKS_PER_THREAD * threads).div_ceil(heads.saturating_mul(chunks).max(1)),
+            _ => 1,
+        };
         let most_panels = (most_rows / panel_rows).clamp(1, panels.div_ceil(blocks_wanted).max(1));
         let row_blocks = panels.div_ceil(most_panels);
         // Even blocks: 9 panels as 5 + 4, not 8 + 1.
         let task_panels = panels.div_ceil(row_blocks.max(1));
-        row_blocks.checked_mul(heads)?;
-        // Decode reads whole vectors of scores.
-        let kv_block = KV_BLOCK.min(shape.kv_len.max(1).checked_next_multiple_of(MAX_LANES)?);
-        Some(Self { path, rows, panel_rows, task_rows: task_panels * panel_rows, row_blocks, kv_block })
+        row_blocks.checked_mul(heads)?.checked_mul(chunks)?;
+        let task_rows = task_panels * panel_rows;
+        Some(Self { path, rows, panel_rows, task_rows, row_blocks, kv_block, chunk_keys, chunks })
     }
 }
 
@@ -129,28 +164,40 @@ impl AttentionPlan {
 
         let planned = || {
             let blocks = Blocks::new(shape, instruction_set.tile_sizes(), threads)?;
-            let tasks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
-            let threads = threads.min(tasks).max(1);
+            let row_blocks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
+            let threads = threads.min(row_blocks * blocks.chunks).max(1);
             let scratch = ScratchSizes::new(shape, &blocks)?;
-            scratch.thread_bytes::<f32>()?.checked_mul(threads).filter(|&bytes| bytes <= isize::MAX as usize)?;
-            Some((blocks, threads, scratch))
+            let partials = PartialSizes::new(row_blocks, blocks.chunks, blocks.task_rows, shape.value_dim);
+            let scratch_bytes = scratch.thread_bytes::<f32>()?.checked_mul(threads)?;
+            scratch_bytes.checked_add(partials.bytes::<f32>()?).filter(|&bytes| bytes <= isize::MAX as usize)?;
+            Some((blocks, threads, scratch, partials))
         };
-        let (blocks, threads, scratch) = planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
-        Ok(Self { shape: *shape, visible, softmax_scale, instruction_set, blocks, threads, scratch })
+        let (blocks, threads, scratch, partials) = planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
+        let (shape, kv_padding) = (*shape, config.kv_padding);
+        Ok(Self { shape, visible, kv_padding, softmax_scale, instruction_set, blocks, threads, scratch, partials })
     }
 
     /// Bytes of workspace that [`run`](Self::run) needs.
     ///
     /// ```text
-    /// threads * 4 * (rows * (head_dim + value_dim + 2) + panel_rows * (kv_block + 1)
+    /// threads * 4 * (rows * (head_dim + value_dim + 2) + scores + panel_rows
     ///                + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
+    /// + batch * kv_heads * row_blocks * (chunks * 4 * rows * (value_dim + 2) + 4)       where there are several chunks
     /// ```
-    /// with each of the eight arrays rounded up to 64 bytes; at most 512 `rows` and 192 keys in a `kv_block`; and rows
-    /// such that Q and output take at most 1 MiB or one panel (1 row for the few rows of a decode step, else 8 to 32).
-    /// So it grows with neither `q_len` nor `kv_len` beyond those, and is below 2 MiB a thread for `head_dim + value_dim
-    /// <= 512`. 0 where there is nothing to compute.
+    /// with each of the eight arrays, each chunk and the last summand rounded up to 64 bytes. At most 512 `rows`, and such that Q and
+    /// output take at most 1 MiB or one panel. In prefill a `kv_block` is at most 192 keys and `scores` is `panel_rows *
+    /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 64 keys and
+    /// `rows * (kv_block + 16)`.
+    ///
+    /// There are several chunks only where at most 256 rows of a KV head meet more than 1024 keys (8 rows) or 1536 keys (more
+    /// rows): at most 64, or 16. So the workspace grows with neither `q_len` nor `kv_len` beyond those numbers, and without chunks it is below
+    /// 2 MiB a thread for `head_dim + value_dim <= 512`. 0 where there is nothing to compute.
     pub fn workspace_len(&self) -> usize {
-        if self.tasks() == 0 { 0 } else { self.thread_bytes() * self.threads }
+        if self.tasks() == 0 { 0 } else { self.thread_bytes() * self.threads + self.partial_bytes() }
+    }
+
+    fn partial_bytes(&self) -> usize {
+        self.partials.bytes::<f32>().expect("checked when the plan was made")
     }
 
     fn thread_bytes(&self) -> usize {
@@ -159,7 +206,7 @@ impl AttentionPlan {
 
     /// Tasks of a call; fits, as was checked when the plan was made.
     fn tasks(&self) -> usize {
-        self.blocks.row_blocks * self.shape.batch * self.shape.num_kv_heads
+        self.blocks.row_blocks * self.shape.batch * self.shape.num_kv_heads * self.blocks.chunks
     }
 
     /// Runs the plan. Allocates nothing when serial or inside a rayon pool.
@@ -185,11 +232,12 @@ impl AttentionPlan {
         if self.tasks() == 0 {
             return Ok(());
         }
-        let call = Call::new(self, inputs, outputs);
+        let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes() * self.threads);
+        let call = Call::new(self, inputs, outputs, Partials::new(self.partials, partials));
         schedule::for_each_worker(
             self.threads,
             self.tasks(),
-            workspace.as_mut_slice(),
+            scratch,
             self.thread_bytes(),
             &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
                 let mut scratch = self.scratch.carve(scratch);
@@ -218,12 +266,12 @@ impl AttentionPlan {
 impl fmt::Display for AttentionPlan {
     /// One line: the path, the instruction set, the blocks, the threads, the workspace.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Blocks { path, panel_rows, task_rows, kv_block, .. } = self.blocks;
+        let Blocks { path, panel_rows, task_rows, kv_block, chunks, .. } = self.blocks;
         let path = if path == Path::Decode { "decode" } else { "prefill" };
         write!(
             f,
-            "{path} on {}: {} tasks of {task_rows} rows (panels of {panel_rows}) x blocks of {kv_block} keys, \
-             {} threads, {} KiB workspace",
+            "{path} on {}: {} tasks of {task_rows} rows (panels of {panel_rows}) x blocks of {kv_block} keys \
+             ({chunks} chunks of keys), {} threads, {} KiB workspace",
             self.instruction_set.name(),
             self.tasks(),
             self.threads,
@@ -238,12 +286,20 @@ mod tests {
 
     #[test]
     fn workspace_len_follows_the_documented_formula() {
-        for (q_len, kv_len, head_dim, value_dim) in
-            [(1, 1, 1, 1), (3, 500, 20, 20), (40, 40, 65, 65), (700, 900, 64, 128), (5000, 7, 256, 256)]
-        {
+        for (q_len, kv_len, head_dim, value_dim) in [
+            (1, 1, 1, 1),
+            (3, 500, 20, 20),
+            (40, 40, 65, 65),
+            (700, 900, 64, 128),
+            (5000, 7, 256, 256),
+            (1, 70_000, 64, 70),
+            (4, 5000, 128, 128),
+            (100, 5000, 64, 64),
+        ] {
             let shape = AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
             let plan = AttentionPlan::new(&shape, &AttentionConfig::causal()).unwrap();
-            let Blocks { panel_rows, task_rows: rows, kv_block, .. } = plan.blocks;
+            let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, .. } = plan.blocks;
+            let scores = if path == Path::Decode { rows * (kv_block + 16) } else { panel_rows * kv_block };
             let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
             let arrays = [
                 rows * head_dim,
@@ -251,12 +307,20 @@ mod tests {
                 rows,
                 rows,
                 panel_rows,
-                panel_rows * kv_block,
+                scores,
                 kv_block * k,
                 kv_block * v,
             ];
             let bytes: usize = arrays.iter().map(|len| (4 * len).next_multiple_of(64)).sum();
-            assert_eq!(plan.workspace_len(), plan.threads() * bytes, "{shape:?}");
+            let partials = match chunks {
+                1 => 0,
+                _ => {
+                    let chunk = (4 * rows * (value_dim + 2)).next_multiple_of(64);
+                    row_blocks * chunks * chunk + (row_blocks * 4).next_multiple_of(64)
+                }
+            };
+            assert_eq!(plan.workspace_len(), plan.threads() * bytes + partials, "{shape:?}");
+            assert!(chunks <= 64 && (chunks == 1 || 2 * q_len <= MOST_SPLIT_ROWS));
             assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);
             assert!(4 * rows * (head_dim + value_dim) <= MAX_ROW_BYTES || rows <= panel_rows);
         }

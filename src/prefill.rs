@@ -9,7 +9,7 @@ use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::score_tile::{ScoreBlock, score_block};
 use crate::kernels::value_tile::{ValueBlock, value_block, value_block_selected};
 use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
-use crate::mask::hide_keys;
+use crate::mask::RowBounds;
 use crate::online_softmax::{RowState, softmax_step};
 use crate::packing;
 use crate::row_block::KeyBlock;
@@ -39,8 +39,6 @@ struct Span {
     first_key: usize,
     /// Half-open.
     end: usize,
-    /// Whether P V multiplies the old accumulators first: the first span of each row does.
-    rescales: bool,
 }
 
 /// Vectors of a panel.
@@ -51,7 +49,89 @@ enum Vectors {
     UpperHalf,
 }
 
+impl Vectors {
+    /// Whether the lower and the upper half take part.
+    fn halves(self) -> [bool; 2] {
+        [self != Self::UpperHalf, self != Self::LowerHalf]
+    }
+}
+
+/// The keys of a block that the rows of a panel see, counted from the start of the block. Rows are in order, so their
+/// ranges are too: each bound is that of one row.
+#[derive(Clone, Copy)]
+struct PanelKeys {
+    /// From the first key that any row sees to the last.
+    any: (usize, usize),
+    /// The keys that every row sees; `(end, start)` may cross, then there are none.
+    all: (usize, usize),
+    /// Where the keys of the lower half of the rows end, and those of the upper half start.
+    halves: (usize, usize),
+}
+
+impl PanelKeys {
+    fn is_edge(&self) -> bool {
+        self.any != self.all
+    }
+
+    /// The spans of a panel of `panel_rows` of which the first `rows` are in use. A half is left out where it sees nothing:
+    /// the corners of an edge cost half. A half that sees no key of the block keeps its accumulators as they are, its rescale would
+    /// be 1.
+    fn spans(&self, rows: usize, panel_rows: usize) -> [Option<Span>; 3] {
+        let Self { any: (first, last), halves: (lower_end, upper_start), .. } = *self;
+        let span = |rows, first_key: usize, end: usize| (first_key < end).then_some(Span { rows, first_key, end });
+        if rows <= panel_rows / 2 {
+            return [span(Vectors::LowerHalf, first, last), None, None];
+        }
+        if upper_start >= lower_end {
+            // The halves have no key in common.
+            return [span(Vectors::LowerHalf, first, lower_end), None, span(Vectors::UpperHalf, upper_start, last)];
+        }
+        [
+            span(Vectors::LowerHalf, first, upper_start),
+            span(Vectors::All, upper_start, lower_end),
+            span(Vectors::UpperHalf, lower_end, last),
+        ]
+    }
+}
+
 impl<A: Lane> KeyBlock<'_, '_, A> {
+    fn panel_keys(&self, first_row: usize) -> PanelKeys {
+        let task = self.task;
+        let rows = task.rows - first_row;
+        let row = |row: usize| {
+            let keys = task.row_keys(first_row + row.min(rows - 1));
+            let clamp = |key: usize| key.saturating_sub(self.first_key).min(self.keys);
+            (clamp(keys.start), clamp(keys.end))
+        };
+        let panel_rows = task.panel_rows;
+        let (first, last) = (row(0), row(panel_rows - 1));
+        PanelKeys {
+            any: (first.0, last.1),
+            all: (last.0, first.1),
+            halves: (row(panel_rows / 2 - 1).1, row(panel_rows / 2).0),
+        }
+    }
+
+    /// What each row of the panel sees of the block.
+    #[inline(always)]
+    fn row_bounds<S: Simd, const ROW_VECTORS: usize>(&self, first_row: usize) -> RowBounds<A::Vector<S>, ROW_VECTORS> {
+        let task = self.task;
+        let mut bounds = [[A::ZERO; MAX_PANEL_ROWS]; 2];
+        for row in 0..task.panel_rows {
+            let keys = task.row_keys(first_row + row.min(task.rows - first_row - 1));
+            bounds[0][row] = A::from_index(keys.start.saturating_sub(self.first_key).min(self.keys));
+            bounds[1][row] = A::from_index(keys.end.saturating_sub(self.first_key).min(self.keys));
+        }
+        let mut vectors = [[A::load_slice::<S>(&bounds[0]); ROW_VECTORS]; 2];
+        for bound in 0..2 {
+            for vector in 0..ROW_VECTORS {
+                vectors[bound][vector] = A::load_slice::<S>(&bounds[bound][vector * A::lanes::<S>()..]);
+            }
+        }
+        let [starts, ends] = vectors;
+        RowBounds { starts, ends }
+    }
+
     #[inline(always)]
     fn run_panel<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
@@ -59,31 +139,15 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         first_row: usize,
         values_finite: &mut Option<bool>,
     ) {
-        let Self { task, first_key, keys: block_keys, value_dim, .. } = *self;
+        let Self { task, value_dim, .. } = *self;
         let panel_rows = task.panel_rows;
-        let row_end = |row: usize| {
-            let row = first_row + row.min(task.rows - first_row - 1);
-            task.row_end(row).saturating_sub(first_key).min(block_keys)
-        };
-        // Every row of the panel sees keys below `full_end`, none sees keys from `keys` on.
-        let (full_end, keys) = (row_end(0), row_end(panel_rows - 1));
-        if keys == 0 {
+        let panel = self.panel_keys(first_row);
+        let (first, last) = panel.any;
+        if first >= last {
             return;
         }
-        let is_edge = full_end < keys;
-        // The rows of the lower half see no key from `half_end` on: the corner of the diagonal costs half. A half that
-        // sees no key of the block keeps its accumulators as they are, its rescale would be 1.
-        let half_end = row_end(panel_rows / 2 - 1);
-        let span = |rows, first_key, end| Some(Span { rows, first_key, end, rescales: first_key == 0 });
-        let spans = if task.rows - first_row <= panel_rows / 2 {
-            [span(Vectors::LowerHalf, 0, keys), None]
-        } else if half_end == keys {
-            [span(Vectors::All, 0, keys), None]
-        } else if half_end == 0 {
-            [None, span(Vectors::UpperHalf, 0, keys)]
-        } else {
-            [span(Vectors::All, 0, half_end), span(Vectors::UpperHalf, half_end, keys)]
-        };
+        let is_edge = panel.is_edge();
+        let spans = panel.spans(task.rows - first_row, panel_rows);
 
         let running_max = &mut self.scratch.running_max[first_row..][..panel_rows];
         self.scratch.rescale[..panel_rows].copy_from_slice(running_max);
@@ -92,17 +156,15 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         for span in spans.into_iter().flatten() {
             self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
         }
-        let mut row_ends = [A::ZERO; MAX_PANEL_ROWS];
-        let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores[..keys * panel_rows]);
+        // Between the edges every row sees every key. A window narrower than the panel has no such keys.
+        let (left, right) = if panel.all.0 < panel.all.1 { panel.all } else { (last, first) };
         if is_edge {
-            for (row, end) in row_ends[..panel_rows].iter_mut().enumerate() {
-                *end = A::from_index(row_end(row));
-            }
-            // SAFETY: `panel_rows` ends are there: ROW_VECTORS vectors.
-            let row_ends =
-                core::array::from_fn(|vector| unsafe { A::load::<S>(row_ends.as_ptr().add(vector * A::lanes::<S>())) });
-            hide_keys::<S, A, ROW_VECTORS>(simd, &mut scores[full_end..], full_end, &row_ends);
+            let bounds = self.row_bounds::<S, ROW_VECTORS>(first_row);
+            let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores);
+            bounds.hide_before::<S, A>(simd, &mut scores[first..left], first);
+            bounds.hide_after::<S, A>(simd, &mut scores[right..last], right);
         }
+        let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores[first * panel_rows..last * panel_rows]);
         let state = RowState {
             running_max: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_max[first_row..][..panel_rows])[0],
             running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_sum[first_row..][..panel_rows])[0],
@@ -116,16 +178,34 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
                 unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) }
             });
         if hidden_values_are_finite {
+            let mut rescaled = [false; 2]; // lower and upper half
             for span in spans.into_iter().flatten() {
-                self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
+                let wants = span.rows.halves();
+                // The accumulators are multiplied by the first span of each half. Where one half had its turn, the other is left.
+                if wants == [true, true] && rescaled == [true, false] {
+                    self.scratch.rescale[..panel_rows / 2].fill(A::from_index(1));
+                }
+                let rescales = (wants[0] && !rescaled[0]) || (wants[1] && !rescaled[1]);
+                self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, rescales);
+                rescaled = [rescaled[0] | wants[0], rescaled[1] | wants[1]];
             }
         } else {
-            let seen_by_all = Span { rows: Vectors::All, first_key: 0, end: full_end, rescales: true };
-            self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, seen_by_all);
-            let rest = Span { first_key: full_end, end: keys, rescales: false, ..seen_by_all };
-            let block = self.value_operands(first_row, rest);
-            // SAFETY: `value_operands` gives what the kernel reads and writes; `panel_rows` ends are there.
-            unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, full_end, row_ends.as_ptr()) };
+            // Tiles where every row sees every key, and key by key at the edges.
+            let right = right.max(left);
+            let parts = [(first, left, false), (left, right, true), (right, last, false)];
+            let bounds = self.row_bounds::<S, ROW_VECTORS>(first_row);
+            let mut rescales = true;
+            for (first_key, end, seen_by_all) in parts.into_iter().filter(|&(start, end, _)| start < end) {
+                let span = Span { rows: Vectors::All, first_key, end };
+                if seen_by_all {
+                    self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, rescales);
+                } else {
+                    let block = self.value_operands(first_row, span, rescales);
+                    // SAFETY: `value_operands` gives what the kernel reads and writes.
+                    unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, first_key, &bounds) };
+                }
+                rescales = false;
+            }
         }
     }
 
@@ -166,15 +246,16 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         }
     }
 
-    /// P V of a span, into `scratch.out_acc`.
+    /// P V of a span, into `scratch.out_acc`, whose old contents are multiplied first where it `rescales`.
     #[inline(always)]
     fn values<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
         simd: S,
         first_row: usize,
         span: Span,
+        rescales: bool,
     ) {
-        let block = self.value_operands(first_row, span);
+        let block = self.value_operands(first_row, span, rescales);
         // SAFETY: `value_operands` gives what the kernels read and write.
         unsafe {
             match (span.rows, ROW_VECTORS) {
@@ -188,7 +269,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
 
     /// Operands of P V: `v` valid for the span's keys, scratch arrays cut to size, starting at the span's first lane.
     #[inline(always)]
-    fn value_operands(&mut self, first_row: usize, span: Span) -> ValueBlock<A> {
+    fn value_operands(&mut self, first_row: usize, span: Span, rescales: bool) -> ValueBlock<A> {
         let Self { v, v_stride, value_dim, .. } = *self;
         let panel_rows = self.task.panel_rows;
         let first_lane = first_lane(span.rows, panel_rows);
@@ -202,7 +283,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             keys,
             value_dim,
             probs: probs.as_ptr().wrapping_add(first_lane),
-            rescale: span.rescales.then_some(rescale.as_ptr()),
+            rescale: rescales.then_some(rescale.as_ptr()),
             out_acc: out_acc.as_mut_ptr().wrapping_add(first_lane),
             panel_rows,
         }

@@ -10,7 +10,7 @@
 //! logsumexp = ln(sum_j exp(score[j]))                                   -inf if nothing is visible
 //! ```
 
-use crate::{AttentionConfig, AttentionError, AttentionInputs, AttentionShape, CausalAlignment, Element, Mask};
+use crate::{AttentionConfig, AttentionError, AttentionInputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask};
 
 /// The result of [`attention`].
 #[derive(Debug, Clone, PartialEq)]
@@ -62,7 +62,13 @@ pub fn attention_row<T: Element, K: Element<Acc = T::Acc>>(
     let v = |j, d| inputs.v.get([batch, kv_head, j, d]).expect("key inside the shape").to_f64();
     let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt());
 
-    let visible: Vec<usize> = (0..shape.kv_len).filter(|&j| is_visible(config.mask, &shape, query, j)).collect();
+    // Keys of this sequence, and where they begin.
+    let kv_len = inputs.kv_lens.map_or(shape.kv_len, |kv_lens| kv_lens[batch]);
+    let first = if config.kv_padding == KvPadding::Left { shape.kv_len - kv_len } else { 0 };
+    let visible: Vec<usize> = (0..kv_len)
+        .filter(|&j| is_visible(config.mask, [shape.q_len, kv_len], query, j))
+        .map(|j| first + j)
+        .collect();
     if visible.is_empty() {
         return Ok((vec![0.0; shape.value_dim], f64::NEG_INFINITY));
     }
@@ -80,11 +86,11 @@ pub fn attention_row<T: Element, K: Element<Acc = T::Acc>>(
     Ok((out, max + sum.ln()))
 }
 
-/// Whether the mask shows key `j` to query `i`.
-fn is_visible(mask: Mask, shape: &AttentionShape, i: usize, j: usize) -> bool {
+/// Whether the mask shows key `j` of the sequence to query `i`.
+fn is_visible(mask: Mask, [q_len, kv_len]: [usize; 2], i: usize, j: usize) -> bool {
     match mask {
         Mask::Full => true,
         Mask::Causal(CausalAlignment::TopLeft) => j <= i,
-        Mask::Causal(CausalAlignment::BottomRight) => j + shape.q_len <= i + shape.kv_len,
+        Mask::Causal(CausalAlignment::BottomRight) => j + q_len <= i + kv_len,
     }
 }

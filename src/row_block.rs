@@ -4,9 +4,11 @@
 //! group_size + r % group_size`. Neighbouring rows see nearly the same keys, and a few queries of a large group still
 //! fill the lanes.
 
+use std::ops::Range;
+
 use crate::AttentionPlan;
-use crate::kernels::MAX_DECODE_ROWS;
 use crate::mask::VisibleKeys;
+use crate::plan::Blocks;
 use crate::workspace::Scratch;
 
 /// A task: a block of rows of one (batch, KV head).
@@ -18,22 +20,37 @@ pub(crate) struct RowBlock {
     group_size: usize,
     first_row: usize,
     visible: VisibleKeys,
+    /// The chunk of keys that it computes, and its number.
+    chunk_keys: Range<usize>,
+    pub(crate) chunk: usize,
+    /// The number of its block of rows in the call.
+    pub(crate) block: usize,
 }
 
 impl RowBlock {
-    /// Task `task` of a plan, counted from the heaviest: the last rows of every head come first.
-    pub(crate) fn new(plan: &AttentionPlan, task: usize) -> Self {
+    /// Task `task` of a plan, counted from the heaviest: the last rows of every head come first. `kv_lens` as in the inputs.
+    pub(crate) fn new(plan: &AttentionPlan, task: usize, kv_lens: Option<&[usize]>) -> Self {
         let heads = plan.shape.batch * plan.shape.num_kv_heads;
-        let (row_block, head) = (plan.blocks.row_blocks - 1 - task / heads, task % heads);
+        let Blocks { chunks, chunk_keys, .. } = plan.blocks;
+        let (block, chunk) = (task / chunks, task % chunks);
+        let (row_block, head) = (plan.blocks.row_blocks - 1 - block / heads, block % heads);
         let first_row = row_block * plan.blocks.task_rows;
+        let batch = head / plan.shape.num_kv_heads;
+        let visible = match kv_lens {
+            Some(kv_lens) => plan.visible.of_sequence(kv_lens[batch], plan.kv_padding),
+            None => plan.visible,
+        };
         Self {
-            batch: head / plan.shape.num_kv_heads,
+            batch,
             kv_head: head % plan.shape.num_kv_heads,
             rows: plan.blocks.task_rows.min(plan.blocks.rows - first_row),
             panel_rows: plan.blocks.panel_rows,
             group_size: plan.shape.group_size(),
             first_row,
-            visible: plan.visible,
+            visible,
+            chunk_keys: chunk * chunk_keys..(chunk + 1) * chunk_keys,
+            chunk,
+            block,
         }
     }
 
@@ -54,14 +71,26 @@ impl RowBlock {
         [self.batch, self.kv_head * self.group_size + head, query]
     }
 
-    /// One past the last key that a row of the task sees.
+    /// The keys that a row of the task sees. Neither end falls from a row to the next.
     #[inline(always)]
-    pub(crate) fn row_end(&self, row: usize) -> usize {
-        self.visible.end(self.split(row).0)
+    pub(crate) fn row_keys(&self, row: usize) -> Range<usize> {
+        self.visible.range(self.split(row).0)
+    }
+
+    /// Whether a row of the task sees any key, in this chunk or another.
+    #[inline(always)]
+    pub(crate) fn row_sees_keys(&self, row: usize) -> bool {
+        !self.row_keys(row).is_empty()
+    }
+
+    /// From the first to the last key of the chunk that any row of the task sees.
+    #[inline(always)]
+    pub(crate) fn keys(&self) -> Range<usize> {
+        self.row_keys(0).start.max(self.chunk_keys.start)..self.row_keys(self.rows - 1).end.min(self.chunk_keys.end)
     }
 }
 
-/// One block of keys for a task, as `prefill` and `decode` take it.
+/// One block of keys for a task, as `prefill` takes it.
 pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) task: &'t RowBlock,
     pub(crate) first_key: usize,
@@ -74,9 +103,5 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) v_stride: usize,
     pub(crate) head_dim: usize,
     pub(crate) value_dim: usize,
-    /// Decode: rows of Q, unscaled, each valid for reading `head_dim` elements.
-    pub(crate) q_rows: [*const A; MAX_DECODE_ROWS],
-    /// Decode: `softmax_scale`. For prefill the panels of Q contain it.
-    pub(crate) scale: A,
     pub(crate) scratch: &'t mut Scratch<'s, A>,
 }

@@ -25,7 +25,8 @@ impl AttentionShape {
     /// The sizes of these inputs.
     ///
     /// # Errors
-    /// One of the `*Mismatch` variants, [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`].
+    /// One of the `*Mismatch` variants, [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`],
+    /// [`AttentionError::KvLenTooLong`].
     pub fn of<T: Element, K: Element<Acc = T::Acc>>(
         inputs: &AttentionInputs<'_, T, K>,
     ) -> Result<Self, AttentionError> {
@@ -48,6 +49,14 @@ impl AttentionShape {
         }
         let shape = Self { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
         shape.check()?;
+        if let Some(kv_lens) = inputs.kv_lens {
+            if kv_lens.len() != batch {
+                return Err(AttentionError::KvLensLenMismatch { expected: batch, found: kv_lens.len() });
+            }
+            if let Some((index, &found)) = kv_lens.iter().enumerate().find(|&(_, &len)| len > kv_len) {
+                return Err(AttentionError::KvLenTooLong { index, found, kv_len });
+            }
+        }
         Ok(shape)
     }
 

@@ -12,20 +12,22 @@ use std::ptr;
 use crate::decode::DecodeBlock;
 use crate::kernels::MAX_DECODE_ROWS;
 use crate::kernels::lane::Lane;
+use crate::kernels::row::Rows;
+use crate::merge::{MergeChunks, Partials};
 use crate::packing::{PackQ, UnpackOut, pack_keys};
 use crate::plan::Path;
 use crate::prefill::PrefillBlock;
 use crate::row_block::{KeyBlock, RowBlock};
 use crate::tensor::Layout;
 use crate::workspace::Scratch;
-use crate::{AttentionInputs, AttentionOutputs, AttentionPlan, Element, InstructionSet, TensorView};
+use crate::{AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Element, InstructionSet, TensorView};
 
 /// The vector code of a task, for one accumulator type. Not generic, so that it is compiled once and in this crate, with
 /// this crate's optimisation level, however many element types (and crates) call it.
 pub(crate) trait TaskKernels: Lane {
     fn pack_q(set: InstructionSet, op: PackQ<'_, Self>);
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self>);
-    fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, Self>);
+    fn merge(set: InstructionSet, op: MergeChunks<'_, '_, Self>);
     fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self>);
 }
 
@@ -36,7 +38,7 @@ impl TaskKernels for f32 {
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f32>) {
         set.run(op);
     }
-    fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, f32>) {
+    fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f32>) {
         set.run(op);
     }
     fn unpack_out(set: InstructionSet, op: UnpackOut<'_, f32>) {
@@ -51,6 +53,7 @@ pub(crate) struct Call<'a, T: Element, K> {
     out: *mut T,
     out_layout: Layout,
     logsumexp: Option<*mut T::Acc>,
+    partials: Option<Partials<'a, T::Acc>>,
     outputs: PhantomData<&'a mut T>,
 }
 
@@ -65,45 +68,116 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         plan: &'a AttentionPlan,
         inputs: &'a AttentionInputs<'a, T, K>,
         outputs: &'a mut AttentionOutputs<'_, T>,
+        partials: Option<Partials<'a, T::Acc>>,
     ) -> Self {
         let out_layout = outputs.out.layout();
         let logsumexp = outputs.logsumexp.as_mut().map(|logsumexp| logsumexp.as_mut_ptr());
-        Self { plan, inputs, out: outputs.out.as_mut_ptr(), out_layout, logsumexp, outputs: PhantomData }
+        Self { plan, inputs, out: outputs.out.as_mut_ptr(), out_layout, logsumexp, partials, outputs: PhantomData }
     }
 
     pub(crate) fn run_task(&self, task: usize, scratch: &mut Scratch<'_, T::Acc>) {
         let plan = self.plan;
-        let task = RowBlock::new(plan, task);
+        let task = RowBlock::new(plan, task, self.inputs.kv_lens);
         let scale = T::Acc::from_f64(plan.softmax_scale);
         let q_rows = self.start(&task, scale, scratch);
-        let kv_end = task.row_end(task.rows - 1);
-        for first_key in (0..kv_end).step_by(plan.blocks.kv_block) {
-            let keys = first_key..(first_key + plan.blocks.kv_block).min(kv_end);
-            let [k_scratch_stride, v_scratch_stride] = scratch.strides;
-            let (k, k_stride) =
-                self.read_block(&self.inputs.k, &task, keys.clone(), (&mut *scratch.k_block, k_scratch_stride));
-            let (v, v_stride) =
-                self.read_block(&self.inputs.v, &task, keys.clone(), (&mut *scratch.v_block, v_scratch_stride));
-            let block = KeyBlock {
-                task: &task,
-                first_key,
-                keys: keys.len(),
-                k,
-                k_stride,
-                v,
-                v_stride,
-                head_dim: plan.shape.head_dim,
-                value_dim: plan.shape.value_dim,
-                q_rows,
-                scale,
-                scratch: &mut *scratch,
-            };
-            match plan.blocks.path {
-                Path::Prefill => T::Acc::prefill(plan.instruction_set, PrefillBlock(block)),
-                Path::Decode => T::Acc::decode(plan.instruction_set, DecodeBlock(block)),
+        match plan.blocks.path {
+            Path::Prefill => self.prefill(&task, scratch),
+            Path::Decode => self.decode(&task, q_rows, scale, scratch),
+        }
+        if let Some(partials) = &self.partials {
+            if !partials.store(task.block, task.chunk, scratch) {
+                return;
             }
+            T::Acc::merge(plan.instruction_set, partials.merge(task.block, task.panel_rows, scratch));
         }
         self.finish(&task, scratch);
+    }
+
+    /// The blocks of keys that the task sees, at multiples of `kv_block`.
+    fn key_blocks(&self, task: &RowBlock) -> impl Iterator<Item = Range<usize>> + use<T, K> {
+        let (keys, kv_block) = (task.keys(), self.plan.blocks.kv_block);
+        let first = if keys.is_empty() { keys.end } else { keys.start / kv_block * kv_block };
+        (first..keys.end).step_by(kv_block).map(move |block| block.max(keys.start)..(block + kv_block).min(keys.end))
+    }
+
+    fn prefill(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
+        let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
+        for keys in self.key_blocks(task) {
+            let [k_scratch_stride, v_scratch_stride] = scratch.strides;
+            let (k, k_stride) =
+                self.read_block(&self.inputs.k, task, keys.clone(), (&mut *scratch.k_block, k_scratch_stride));
+            let (v, v_stride) =
+                self.read_block(&self.inputs.v, task, keys.clone(), (&mut *scratch.v_block, v_scratch_stride));
+            let (first_key, keys) = (keys.start, keys.len());
+            let scratch = &mut *scratch;
+            let block = KeyBlock { task, first_key, keys, k, k_stride, v, v_stride, head_dim, value_dim, scratch };
+            T::Acc::prefill(self.plan.instruction_set, PrefillBlock(block));
+        }
+    }
+
+    fn decode(
+        &self,
+        task: &RowBlock,
+        q_rows: [*const T::Acc; MAX_DECODE_ROWS],
+        scale: T::Acc,
+        scratch: &mut Scratch<'_, T::Acc>,
+    ) {
+        let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
+        let (set, end) = (self.plan.instruction_set, task.keys().end);
+        let tensors = [&self.inputs.k, &self.inputs.v];
+        let in_place = tensors.iter().all(|tensor| tensor.layout().strides[3] == 1 || tensor.layout().shape[3] <= 1);
+        let mut is_first = true;
+        for keys in self.key_blocks(task) {
+            let next_keys = (end - keys.end).min(self.plan.blocks.kv_block);
+            let (first_key, len) = (keys.start, keys.len());
+            let [k, v] = tensors.map(|tensor| self.rows_of(tensor, task, keys.clone()));
+            if in_place {
+                let scratch = &mut *scratch;
+                let block = DecodeBlock {
+                    task,
+                    first_key,
+                    keys: len,
+                    k,
+                    v,
+                    next_keys,
+                    head_dim,
+                    value_dim,
+                    q_rows,
+                    scale,
+                    is_first,
+                    scratch,
+                };
+                K::decode(set, block);
+            } else {
+                let [k_stride, v_stride] = scratch.strides;
+                for (tensor, stride, packed) in
+                    [(tensors[0], k_stride, &mut *scratch.k_block), (tensors[1], v_stride, &mut *scratch.v_block)]
+                {
+                    if tensor.layout().shape[3] > 0 {
+                        self.pack_block(tensor, task, keys.clone(), (packed, stride));
+                    }
+                }
+                let k = Rows { start: scratch.k_block.as_ptr(), stride: k_stride };
+                let v = Rows { start: scratch.v_block.as_ptr(), stride: v_stride };
+                let scratch = &mut *scratch;
+                let block = DecodeBlock {
+                    task,
+                    first_key,
+                    keys: len,
+                    k,
+                    v,
+                    next_keys: 0,
+                    head_dim,
+                    value_dim,
+                    q_rows,
+                    scale,
+                    is_first,
+                    scratch,
+                };
+                T::Acc::decode(set, block);
+            }
+            is_first = false;
+        }
     }
 
     /// Clears the rows' state and prepares Q: scaled panels for prefill; for decode the rows it gives, unscaled.
@@ -117,8 +191,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         scratch.running_sum.fill(T::Acc::ZERO);
         let mut q_rows = [ptr::null(); MAX_DECODE_ROWS];
         let is_decode = self.plan.blocks.path == Path::Decode;
-        if !is_decode {
-            scratch.out_acc.fill(T::Acc::ZERO); // decode writes them with the first block of keys
+        // Decode writes them with the first block of keys, unless a row sees none of it.
+        if !is_decode || self.partials.is_some() || task.keys().len() > self.plan.blocks.kv_block {
+            scratch.out_acc.fill(T::Acc::ZERO);
         }
         let layout = self.inputs.q.layout();
         let head_dim = layout.shape[3];
@@ -174,9 +249,34 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         {
             return (from.as_ptr(), key_stride);
         }
-        let packed = &mut scratch[..keys.len() * scratch_stride];
-        pack_keys(from, [key_stride, dim_stride], [keys.len(), dim], packed);
-        (packed.as_ptr(), scratch_stride)
+        self.pack_block(tensor, task, keys, (&mut *scratch, scratch_stride));
+        (scratch.as_ptr(), scratch_stride)
+    }
+
+    /// A block of keys (or values) as it lies in memory.
+    fn rows_of(&self, tensor: &TensorView<'_, K>, task: &RowBlock, keys: Range<usize>) -> Rows<K> {
+        let layout = tensor.layout();
+        let stride = layout.strides[2];
+        if layout.shape[3] == 0 {
+            return Rows { start: tensor.data().as_ptr(), stride: 0 }; // nothing will be read
+        }
+        let start = tensor.data()[layout.offset([task.batch, task.kv_head, keys.start])..].as_ptr();
+        Rows { start, stride }
+    }
+
+    /// Copies a block of keys (or values) of at least one feature to accumulators.
+    fn pack_block(
+        &self,
+        tensor: &TensorView<'_, K>,
+        task: &RowBlock,
+        keys: Range<usize>,
+        (packed, stride): (&mut [T::Acc], usize),
+    ) {
+        let layout = tensor.layout();
+        let [.., key_stride, dim_stride] = layout.strides;
+        let from = &tensor.data()[layout.offset([task.batch, task.kv_head, keys.start])..];
+        let packed = &mut packed[..keys.len() * stride];
+        pack_keys(from, [key_stride, dim_stride], [keys.len(), layout.shape[3]], packed);
     }
 
     /// Divides by the running sums and writes the rows.
@@ -208,7 +308,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             // its slice, and the row is this task's alone.
             unsafe {
                 let out = self.out.add(layout.offset(task.index(row)));
-                if task.row_end(row) == 0 {
+                if !task.row_sees_keys(row) {
                     for d in 0..value_dim {
                         out.add(d * layout.strides[3]).write(T::from_acc(T::Acc::ZERO));
                     }
@@ -228,9 +328,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     fn write_logsumexp(&self, task: &RowBlock, scratch: &Scratch<'_, T::Acc>, logsumexp: *mut T::Acc) {
         let [_, num_heads, q_len, _] = self.out_layout.shape;
         for row in 0..task.rows {
-            let value = match task.row_end(row) {
-                0 => T::Acc::NEG_INFINITY,
-                _ => T::Acc::logsumexp(scratch.running_max[row], scratch.running_sum[row]),
+            let value = match task.row_sees_keys(row) {
+                false => T::Acc::NEG_INFINITY,
+                true => T::Acc::logsumexp(scratch.running_max[row], scratch.running_sum[row]),
             };
             let [batch, head, query] = task.index(row);
             // SAFETY: the slice holds batch * num_heads * q_len elements (checked by the plan) and this one is this

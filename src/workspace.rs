@@ -7,7 +7,8 @@ use std::fmt;
 use aligned_vec::{AVec, ConstAlign};
 
 use crate::kernels::lane::Lane;
-use crate::plan::Blocks;
+use crate::kernels::MAX_LANES;
+use crate::plan::{Blocks, Path};
 use crate::{AttentionError, AttentionPlan, AttentionShape};
 
 /// One cache line, and one AVX-512 vector.
@@ -97,7 +98,7 @@ pub(crate) struct Scratch<'a, A> {
     pub(crate) running_sum: &'a mut [A],
     /// `[panel_rows]`
     pub(crate) rescale: &'a mut [A],
-    /// `[kv_block][panel_rows]`
+    /// Prefill: `[kv_block][panel_rows]`. Decode: `[rows][kv_block + MAX_LANES]`.
     pub(crate) scores: &'a mut [A],
     /// `[kv_block][strides[0]]`, a packed block of K
     pub(crate) k_block: &'a mut [A],
@@ -110,17 +111,21 @@ pub(crate) struct Scratch<'a, A> {
 impl ScratchSizes {
     /// `None` where a size exceeds `usize`.
     pub(crate) fn new(shape: &AttentionShape, blocks: &Blocks) -> Option<Self> {
-        let Blocks { panel_rows, task_rows, kv_block, .. } = *blocks;
+        let Blocks { path, panel_rows, task_rows, kv_block, .. } = *blocks;
         // A cache line more than needed, so that rows a power of two long do not all fall into the same cache sets.
         let stride = |dim: usize| dim.checked_next_multiple_of(16)?.checked_add(16);
         let strides = [stride(shape.head_dim)?, stride(shape.value_dim)?];
+        let scores = match path {
+            Path::Prefill => panel_rows.checked_mul(kv_block)?,
+            Path::Decode => task_rows.checked_mul(kv_block + MAX_LANES)?,
+        };
         let lens = [
             task_rows.checked_mul(shape.head_dim)?,
             task_rows.checked_mul(shape.value_dim)?,
             task_rows,
             task_rows,
             panel_rows,
-            panel_rows.checked_mul(kv_block)?,
+            scores,
             strides[0].checked_mul(kv_block)?,
             strides[1].checked_mul(kv_block)?,
         ];

@@ -401,3 +401,33 @@ fn views_plans_configs_and_errors_are_send_and_sync() {
     copy::<AttentionConfig>();
     copy::<InstructionSet>();
 }
+
+/// Good tensors with these lengths, batch of 2.
+fn refused_lens(kv_lens: &[usize]) -> AttentionError {
+    let problem = normal_problem(&SHAPE, 1);
+    let inputs = problem.inputs().with_kv_lens(kv_lens);
+    let mut out = Tensor::unwritten(OUT_SHAPE, Layout::PaddedRows);
+    let mut outputs = AttentionOutputs::new(out.view_mut());
+    let error = attention_into(&inputs, &mut outputs, &AttentionConfig::causal()).unwrap_err();
+    out.assert_untouched();
+    assert_eq!(fused_attention::reference::attention(&inputs, &AttentionConfig::causal()).unwrap_err(), error);
+    error
+}
+
+#[test]
+fn kv_lens_len_mismatch() {
+    for kv_lens in [&[][..], &[1], &[1, 2, 3]] {
+        let error = refused_lens(kv_lens);
+        assert_eq!(error, AttentionError::KvLensLenMismatch { expected: 2, found: kv_lens.len() });
+        assert_names(&error, &["2", &kv_lens.len().to_string()]);
+    }
+}
+
+#[test]
+fn kv_len_too_long() {
+    for long in [8, usize::MAX] {
+        let error = refused_lens(&[7, long]);
+        assert_eq!(error, AttentionError::KvLenTooLong { index: 1, found: long, kv_len: 7 });
+        assert_names(&error, &["1", "7", &long.to_string()]);
+    }
+}

@@ -37,6 +37,15 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     /// `a * b + c`, fused wherever the set has it.
     fn mul_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
     fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// The sums of the lanes of four vectors, each in the same order.
+    #[inline(always)]
+    fn reduce_sums<S: Simd>(simd: S, vectors: [Self::Vector<S>; 4]) -> [Self; 4] {
+        let mut sums = [Self::ZERO; 4];
+        for i in 0..4 {
+            sums[i] = Self::reduce_sum(simd, vectors[i]);
+        }
+        sums
+    }
     /// The sum of all lanes, always in the same order.
     fn reduce_sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
     fn reduce_max<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
@@ -177,6 +186,10 @@ impl Lane for f32 {
     #[inline(always)]
     fn max<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
         simd.max_f32s(a, b)
+    }
+    #[inline(always)]
+    fn reduce_sums<S: Simd>(simd: S, vectors: [S::f32s; 4]) -> [f32; 4] {
+        super::reduce::sums_of_four(simd, vectors)
     }
     #[inline(always)]
     fn reduce_sum<S: Simd>(simd: S, a: S::f32s) -> f32 {

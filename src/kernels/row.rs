@@ -1,9 +1,10 @@
-//! Both products for a single row, features in the lanes: for tasks of so few rows that a row per lane would leave most
-//! lanes empty.
+//! Both products for a few rows, features in the lanes: for tasks of so few rows that a row per lane would leave most lanes
+//! empty. What bounds them is the memory of K and V, so every vector that is loaded (and, from 16 bits, converted) serves all
+//! rows of the tile.
 //!
 //! ```text
-//! scores[key]  = sum_p  q[p lanes] * K[key, p lanes]                    one horizontal sum a score
-//! acc[d lanes] = acc[d lanes] * rescale + sum_j  probs[j] (broadcast) * V[j, d lanes]
+//! scores[row][key]   = sum_p  q[row][p lanes] * K[key, p lanes]                  one horizontal sum a score
+//! acc[row][d lanes]  = acc[row][d lanes] * rescale[row] + sum_j  probs[row][j] (broadcast) * V[j, d lanes]
 //! ```
 
 #![allow(unsafe_code)]
@@ -11,155 +12,333 @@
 use pulp::Simd;
 
 use super::lane::Lane;
+use super::stored::Stored;
 
 /// Rows of a matrix with unit stride inside a row.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<A> {
-    pub(crate) start: *const A,
+pub(crate) struct Rows<K> {
+    pub(crate) start: *const K,
     pub(crate) stride: usize,
 }
 
-/// `scores[key] = q . k[key]` for every element of `scores`.
-///
-/// # Safety
-/// `k` must be valid for reading `scores.len()` rows of `q.len()` elements.
-#[inline(always)]
-pub(crate) unsafe fn score_row<S: Simd, A: Lane>(simd: S, q: &[A], k: Rows<A>, scores: &mut [A]) {
-    // Four keys at a time: their sums overlap, and the loads of q are shared.
-    const KEYS: usize = 4;
-    let mut chunks = scores.chunks_exact_mut(KEYS);
-    let mut key = k.start;
-    // SAFETY: a row of `k` for each element of `scores`.
-    unsafe {
-        for scores in &mut chunks {
-            scores.copy_from_slice(&dot::<S, A, KEYS>(simd, q, Rows { start: key, ..k }));
-            key = key.wrapping_add(KEYS * k.stride); // past the last key there is perhaps no memory
+impl<K> Rows<K> {
+    /// The rows from `row` on.
+    pub(crate) fn from(self, row: usize) -> Self {
+        Self { start: self.start.wrapping_add(row.wrapping_mul(self.stride)), ..self }
+    }
+}
+
+/// What to fetch into the cache while a product runs: `len` bytes in each of the rows of a matrix that is needed next.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead {
+    pub(crate) start: *const u8,
+    pub(crate) stride_bytes: usize,
+    pub(crate) rows: usize,
+    pub(crate) row_bytes: usize,
+}
+
+impl Ahead {
+    /// Without the first rows.
+    pub(crate) fn from(self, row: usize) -> Self {
+        let start = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
+        Self { start, rows: self.rows.saturating_sub(row), ..self }
+    }
+
+    /// All cache lines of a row.
+    #[inline(always)]
+    fn fetch_row(&self, row: usize) {
+        if row < self.rows {
+            let row = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
+            let mut at = 0;
+            while at < self.row_bytes {
+                prefetch(row.wrapping_add(at));
+                at += CACHE_LINE;
+            }
         }
-        for score in chunks.into_remainder() {
-            [*score] = dot::<S, A, 1>(simd, q, Rows { start: key, ..k });
-            key = key.wrapping_add(k.stride);
+    }
+
+    /// The cache lines of a row that begin in `bytes`.
+    #[inline(always)]
+    fn fetch_part(&self, row: usize, mut from: usize, to: usize) {
+        if row < self.rows {
+            let row = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
+            while from < to.min(self.row_bytes) {
+                prefetch(row.wrapping_add(from));
+                from += CACHE_LINE;
+            }
         }
     }
 }
 
-/// `q . k` for the first `KEYS` rows of `k`, each in the same order of additions: equal keys get equal
-/// scores.
+const CACHE_LINE: usize = 64;
+
+/// Brings a cache line closer. A hint: any address is allowed.
+#[inline(always)]
+fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address is no access.
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(address.cast())
+    };
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a prefetch of any address is no access.
+    unsafe {
+        core::arch::asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly))
+    };
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = address;
+}
+
+/// `scores[row][key] = q[row] . k[key]` for `ROWS` rows and `keys` keys, `scores_stride` apart.
 ///
 /// # Safety
-/// `k` must be valid for reading `KEYS` rows of `q.len()` elements.
+/// `k` must be valid for reading `keys` rows of `head_dim` elements, each of `q` for `head_dim`, and `scores` for writing
+/// `keys` elements in each of `ROWS` rows.
 #[inline(always)]
-unsafe fn dot<S: Simd, A: Lane, const KEYS: usize>(simd: S, q: &[A], k: Rows<A>) -> [A; KEYS] {
-    let lanes = A::lanes::<S>();
-    let whole = q.len() / lanes * lanes;
-    // Two sums a key halve the chain of dependent FMAs, which is what a single key waits for.
-    let mut acc = [[A::splat(simd, A::ZERO); 2]; KEYS];
-    let mut p = 0;
-    // SAFETY: `p + lanes <= q.len()` in the loop; behind it `q.len() - whole` elements are left of every row.
+pub(crate) unsafe fn score_rows<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: usize>(
+    simd: S,
+    q: [*const A; ROWS],
+    k: Rows<K>,
+    (keys, head_dim): (usize, usize),
+    (scores, scores_stride): (*mut A, usize),
+    ahead: Ahead,
+) {
+    let mut key = 0;
+    // SAFETY: `key + KEYS <= keys`, or `key < keys`.
     unsafe {
-        while p + 2 * lanes <= whole {
+        while key + KEYS <= keys {
+            for next in key..key + KEYS {
+                ahead.fetch_row(next);
+            }
+            let sums = dots::<S, A, K, KEYS, ROWS>(simd, q, k.from(key), head_dim);
+            for (row, sums) in sums.iter().enumerate() {
+                for (i, &sum) in sums.iter().enumerate() {
+                    scores.add(row * scores_stride + key + i).write(sum);
+                }
+            }
+            key += KEYS;
+        }
+        while key < keys {
+            ahead.fetch_row(key);
+            let sums = dots::<S, A, K, 1, ROWS>(simd, q, k.from(key), head_dim);
+            for (row, &[sum]) in sums.iter().enumerate() {
+                scores.add(row * scores_stride + key).write(sum);
+            }
+            key += 1;
+        }
+    }
+}
+
+/// `q[row] . k[key]` for the first `KEYS` rows of `k`, each in the same order of additions: equal keys get equal scores.
+///
+/// # Safety
+/// `k` must be valid for reading `KEYS` rows of `head_dim` elements, each of `q` for `head_dim`.
+#[inline(always)]
+unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: usize>(
+    simd: S,
+    q: [*const A; ROWS],
+    k: Rows<K>,
+    head_dim: usize,
+) -> [[A; KEYS]; ROWS] {
+    let lanes = A::lanes::<S>();
+    let zero = A::splat(simd, A::ZERO);
+    // A row alone has two sums a key: they halve the chain of dependent FMAs, which is what a single key waits for.
+    let mut acc = [[[zero; 2]; KEYS]; ROWS];
+    let second = if ROWS == 1 { 1 } else { 0 };
+    let mut p = 0;
+    // SAFETY: `p + lanes <= head_dim` in the loops; behind them `head_dim - p` elements are left of every row.
+    unsafe {
+        while p + 2 * lanes <= head_dim {
             for half in 0..2 {
                 let at = p + half * lanes;
-                let q = A::load::<S>(q.as_ptr().add(at));
+                let mut keys = [zero; KEYS];
                 for key in 0..KEYS {
-                    let k = A::load::<S>(k.start.add(key * k.stride + at));
-                    acc[key][half] = A::mul_add(simd, q, k, acc[key][half]);
+                    keys[key] = K::load::<S>(simd, k.start.add(key * k.stride + at));
+                }
+                for row in 0..ROWS {
+                    let q = A::load::<S>(q[row].add(at));
+                    for key in 0..KEYS {
+                        let sum = &mut acc[row][key][half * second];
+                        *sum = A::mul_add(simd, q, keys[key], *sum);
+                    }
                 }
             }
             p += 2 * lanes;
         }
-        if p < whole {
-            let q = A::load::<S>(q.as_ptr().add(p));
+        if p + lanes <= head_dim {
             for key in 0..KEYS {
-                acc[key][0] = A::mul_add(simd, q, A::load::<S>(k.start.add(key * k.stride + p)), acc[key][0]);
+                let k = K::load::<S>(simd, k.start.add(key * k.stride + p));
+                for row in 0..ROWS {
+                    acc[row][key][0] = A::mul_add(simd, A::load::<S>(q[row].add(p)), k, acc[row][key][0]);
+                }
             }
+            p += lanes;
         }
-        if whole < q.len() {
-            let q_tail = A::load_partial(simd, &q[whole..]);
+        if p < head_dim {
             for key in 0..KEYS {
-                let k_tail = core::slice::from_raw_parts(k.start.add(key * k.stride + whole), q.len() - whole);
-                acc[key][1] = A::mul_add(simd, q_tail, A::load_partial(simd, k_tail), acc[key][1]);
+                let tail = core::slice::from_raw_parts(k.start.add(key * k.stride + p), head_dim - p);
+                let k = K::load_partial::<S>(simd, tail);
+                for row in 0..ROWS {
+                    let q = A::load_partial(simd, core::slice::from_raw_parts(q[row].add(p), head_dim - p));
+                    acc[row][key][second] = A::mul_add(simd, q, k, acc[row][key][second]);
+                }
             }
         }
     }
-    let mut sums = [A::ZERO; KEYS];
-    for key in 0..KEYS {
-        sums[key] = A::reduce_sum(simd, A::add(simd, acc[key][0], acc[key][1]));
+    let mut sums = [[A::ZERO; KEYS]; ROWS];
+    let mut index = 0;
+    while index < ROWS * KEYS {
+        let mut vectors = [zero; 4];
+        for i in 0..4 {
+            if index + i < ROWS * KEYS {
+                let [first, second] = acc[(index + i) / KEYS][(index + i) % KEYS];
+                vectors[i] = if ROWS == 1 { A::add(simd, first, second) } else { first };
+            }
+        }
+        let four = A::reduce_sums(simd, vectors);
+        for i in 0..4 {
+            if index + i < ROWS * KEYS {
+                sums[(index + i) / KEYS][(index + i) % KEYS] = four[i];
+            }
+        }
+        index += 4;
     }
     sums
 }
 
-/// `acc = acc * rescale + sum_j probs[j] * v[j]`. Without `rescale` the old `acc` is not read: the first block of keys.
+/// `acc[row] = acc[row] * rescale[row] + sum_j probs[row][j] * v[j]` for `ROWS` rows; without `rescale` the old `acc` is not
+/// read: the first block of keys.
+#[derive(Clone, Copy)]
+pub(crate) struct ValueRows<A, K, const ROWS: usize> {
+    pub(crate) v: Rows<K>,
+    pub(crate) keys: usize,
+    pub(crate) value_dim: usize,
+    /// `keys` elements in each of `ROWS` rows, `probs_stride` apart.
+    pub(crate) probs: *const A,
+    pub(crate) probs_stride: usize,
+    pub(crate) rescale: Option<[A; ROWS]>,
+    /// `[ROWS][value_dim]`
+    pub(crate) acc: *mut A,
+    pub(crate) ahead: Ahead,
+}
+
+/// Runs it, `VECTORS` vectors of features at a time: enough sums to hide their latency, few enough for the registers.
 ///
 /// # Safety
-/// `v` must be valid for reading `probs.len()` rows of `acc.len()` elements.
+/// `v` must be valid for reading `keys` rows of `value_dim` elements, `probs` and `acc` for what the fields say.
 #[inline(always)]
-pub(crate) unsafe fn value_row<S: Simd, A: Lane>(simd: S, probs: &[A], v: Rows<A>, rescale: Option<A>, acc: &mut [A]) {
-    // Eight vectors of features at a time hide the latency of their sums over the keys.
-    const VECTORS: usize = 8;
+pub(crate) unsafe fn value_rows<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, const ROWS: usize>(
+    simd: S,
+    op: ValueRows<A, K, ROWS>,
+) {
     let lanes = A::lanes::<S>();
     let mut d = 0;
-    // SAFETY: `d + VECTORS * lanes <= acc.len()` in every call.
+    // SAFETY: `d + vectors * lanes <= value_dim` in every call, behind them `value_dim - d < lanes` elements are left.
     unsafe {
-        while d + VECTORS * lanes <= acc.len() {
-            value_vectors::<S, A, VECTORS>(simd, probs, v, rescale, (d, acc));
+        while d + VECTORS * lanes <= op.value_dim {
+            value_vectors::<S, A, K, VECTORS, ROWS>(simd, &op, d);
             d += VECTORS * lanes;
         }
-        if d + 4 * lanes <= acc.len() {
-            value_vectors::<S, A, 4>(simd, probs, v, rescale, (d, acc));
+        if VECTORS > 4 && d + 4 * lanes <= op.value_dim {
+            value_vectors::<S, A, K, 4, ROWS>(simd, &op, d);
             d += 4 * lanes;
         }
-        while d + lanes <= acc.len() {
-            value_vectors::<S, A, 1>(simd, probs, v, rescale, (d, acc));
+        if VECTORS > 2 {
+            while d + 2 * lanes <= op.value_dim {
+                value_vectors::<S, A, K, 2, ROWS>(simd, &op, d);
+                d += 2 * lanes;
+            }
+        }
+        while d + lanes <= op.value_dim {
+            value_vectors::<S, A, K, 1, ROWS>(simd, &op, d);
             d += lanes;
         }
-    }
-    if d < acc.len() {
-        let mut sum = A::splat(simd, A::ZERO);
-        if let Some(rescale) = rescale {
-            sum = A::mul(simd, A::load_partial(simd, &acc[d..]), A::splat(simd, rescale));
+        if d < op.value_dim {
+            value_tail::<S, A, K, ROWS>(simd, &op, d);
         }
-        for (key, &prob) in probs.iter().enumerate() {
-            // SAFETY: `key < probs.len()`, and `acc.len() - d` elements are left of its row.
-            let v = unsafe { core::slice::from_raw_parts(v.start.add(key * v.stride + d), acc.len() - d) };
-            sum = A::mul_add(simd, A::splat(simd, prob), A::load_partial(simd, v), sum);
-        }
-        A::store_partial(simd, &mut acc[d..], sum);
     }
 }
 
 /// `VECTORS` vectors of features, from feature `d` on.
 ///
 /// # Safety
-/// As [`value_row`]; `d + VECTORS * lanes` must not exceed `acc.len()`.
+/// As [`value_rows`]; `d + VECTORS * lanes` must not exceed `value_dim`.
 #[inline(always)]
-unsafe fn value_vectors<S: Simd, A: Lane, const VECTORS: usize>(
+unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, const ROWS: usize>(
     simd: S,
-    probs: &[A],
-    v: Rows<A>,
-    rescale: Option<A>,
-    (d, acc): (usize, &mut [A]),
+    op: &ValueRows<A, K, ROWS>,
+    d: usize,
 ) {
     let lanes = A::lanes::<S>();
-    let acc = acc[d..d + VECTORS * lanes].as_mut_ptr();
-    let mut sums = [A::splat(simd, A::ZERO); VECTORS];
-    // SAFETY: `acc` has just been cut to `VECTORS` vectors, and there is a row of `v` with as many for each probability.
+    let mut sums = [[A::splat(simd, A::ZERO); VECTORS]; ROWS];
+    // SAFETY: `d + VECTORS * lanes <= value_dim`, `row < ROWS`, and the loop runs `keys` times.
     unsafe {
-        if let Some(rescale) = rescale {
-            let rescale = A::splat(simd, rescale);
-            for (vector, sum) in sums.iter_mut().enumerate() {
-                *sum = A::mul(simd, A::load::<S>(acc.add(vector * lanes)), rescale);
+        if let Some(rescale) = op.rescale {
+            for row in 0..ROWS {
+                let rescale = A::splat(simd, rescale[row]);
+                for vector in 0..VECTORS {
+                    let acc = A::load::<S>(op.acc.add(row * op.value_dim + d + vector * lanes));
+                    sums[row][vector] = A::mul(simd, acc, rescale);
+                }
             }
         }
-        let mut v_row = v.start.wrapping_add(d);
-        for &prob in probs {
-            let prob = A::splat(simd, prob);
-            for (vector, sum) in sums.iter_mut().enumerate() {
-                *sum = A::mul_add(simd, prob, A::load::<S>(v_row.add(vector * lanes)), *sum);
+        // The share of the next block that belongs to these features: all shares together are the whole of it.
+        let (from, to) = (d * size_of::<K>(), (d + VECTORS * lanes) * size_of::<K>());
+        let (from, to) = (from.next_multiple_of(CACHE_LINE), to);
+        let mut v = op.v.start.wrapping_add(d);
+        for key in 0..op.keys {
+            op.ahead.fetch_part(key, from, to);
+            let mut values = [A::splat(simd, A::ZERO); VECTORS];
+            for vector in 0..VECTORS {
+                values[vector] = K::load::<S>(simd, v.add(vector * lanes));
             }
-            v_row = v_row.wrapping_add(v.stride); // past the last key there is perhaps no memory
+            for row in 0..ROWS {
+                let prob = A::splat(simd, *op.probs.add(row * op.probs_stride + key));
+                for vector in 0..VECTORS {
+                    sums[row][vector] = A::mul_add(simd, prob, values[vector], sums[row][vector]);
+                }
+            }
+            v = v.wrapping_add(op.v.stride); // past the last key there is perhaps no memory
         }
-        for (vector, sum) in sums.into_iter().enumerate() {
-            A::store::<S>(acc.add(vector * lanes), sum);
+        for row in 0..ROWS {
+            for vector in 0..VECTORS {
+                A::store::<S>(op.acc.add(row * op.value_dim + d + vector * lanes), sums[row][vector]);
+            }
+        }
+    }
+}
+
+/// The features from `d` on, fewer than a vector.
+///
+/// # Safety
+/// As [`value_rows`]; `d` must be less than `value_dim`.
+#[inline(always)]
+unsafe fn value_tail<S: Simd, A: Lane, K: Stored<A>, const ROWS: usize>(
+    simd: S,
+    op: &ValueRows<A, K, ROWS>,
+    d: usize,
+) {
+    let rest = op.value_dim - d;
+    let mut sums = [A::splat(simd, A::ZERO); ROWS];
+    // SAFETY: `rest` elements are left of every row behind `d`, `row < ROWS` and `key < keys`.
+    unsafe {
+        if let Some(rescale) = op.rescale {
+            for row in 0..ROWS {
+                let acc = core::slice::from_raw_parts(op.acc.add(row * op.value_dim + d), rest);
+                sums[row] = A::mul(simd, A::load_partial(simd, acc), A::splat(simd, rescale[row]));
+            }
+        }
+        for key in 0..op.keys {
+            let v = core::slice::from_raw_parts(op.v.start.add(key * op.v.stride + d), rest);
+            let v = K::load_partial::<S>(simd, v);
+            for row in 0..ROWS {
+                let prob = A::splat(simd, *op.probs.add(row * op.probs_stride + key));
+                sums[row] = A::mul_add(simd, prob, v, sums[row]);
+            }
+        }
+        for row in 0..ROWS {
+            let acc = core::slice::from_raw_parts_mut(op.acc.add(row * op.value_dim + d), rest);
+            A::store_partial(simd, acc, sums[row]);
         }
     }
 }

@@ -6,6 +6,7 @@ use pulp::Simd;
 
 use super::lane::Lane;
 use super::split_tiles;
+use crate::mask::RowBounds;
 
 /// Operands of [`value_block`].
 #[derive(Clone, Copy)]
@@ -110,32 +111,37 @@ unsafe fn value_tile<S: Simd, A: Lane, const DIMS: usize, const ROW_VECTORS: usi
     }
 }
 
-/// As [`value_block`] without the rescaling, but a row takes a key only where `key < row_ends[row]`: for edge blocks
+/// As [`value_block`], but a row takes only the keys inside its bounds: for edge blocks
 /// whose hidden values are not all finite, where multiplying by a weight of 0 would still give NaN. Rare, so it is
-/// not tiled. Same order of additions and same roundings as the tiles.
+/// not tiled. Same order of additions and same roundings as the tiles. `block` begins with `first_key`.
 ///
 /// # Safety
-/// As [`value_block`]; `row_ends` must be valid for reading `ROW_VECTORS` vectors.
+/// As [`value_block`].
 #[inline(always)]
 pub(crate) unsafe fn value_block_selected<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     simd: S,
     block: ValueBlock<A>,
     first_key: usize,
-    row_ends: *const A,
+    bounds: &RowBounds<A::Vector<S>, ROW_VECTORS>,
 ) {
     let lanes = A::lanes::<S>();
     // SAFETY: `dim < value_dim`, `key < keys`, `vector < ROW_VECTORS`: inside the operands by the caller's promise.
     unsafe {
         for dim in 0..block.value_dim {
             for vector in 0..ROW_VECTORS {
-                let row_end = A::load::<S>(row_ends.add(vector * lanes));
+                let (start, end) = (bounds.starts[vector], bounds.ends[vector]);
                 let out_acc = block.out_acc.add(dim * block.panel_rows + vector * lanes);
                 let mut acc = A::load::<S>(out_acc);
+                if let Some(rescale) = block.rescale {
+                    acc = A::mul(simd, acc, A::load::<S>(rescale.add(vector * lanes)));
+                }
                 for key in 0..block.keys {
                     let value = A::splat(simd, *block.v.add(key * block.v_stride + dim));
                     let p = A::load::<S>(block.probs.add(key * block.panel_rows + vector * lanes));
-                    let sees = A::less_than(simd, A::splat(simd, A::from_index(first_key + key)), row_end);
-                    acc = A::select(simd, sees, A::mul_add(simd, value, p, acc), acc);
+                    let index = A::splat(simd, A::from_index(first_key + key));
+                    let sum = A::mul_add(simd, value, p, acc);
+                    let sum = A::select(simd, A::less_than(simd, index, end), sum, acc);
+                    acc = A::select(simd, A::less_than(simd, index, start), acc, sum);
                 }
                 A::store::<S>(out_acc, acc);
             }
