@@ -36,8 +36,8 @@ impl Projected {
             let mut rows = Vec::with_capacity(heads * tokens.len() * HEAD_DIM);
             for head in 0..heads {
                 for (i, token) in tokens.iter().enumerate() {
-                    let row = [which, layer, head, first_position + i, *token].iter().fold(0, |seed, &x| mix(seed ^ x));
-                    rows.extend((0..HEAD_DIM).map(|d| (mix(row ^ d) >> 40) as f32 / (1 << 23) as f32 - 1.0));
+                    let row = [which, layer, head, first_position + i, *token].iter().fold(0, |seed, &x| mix(seed, x));
+                    rows.extend((0..HEAD_DIM).map(|d| (mix(row, d) >> 40) as f32 / (1 << 23) as f32 - 1.0));
                 }
             }
             rows
@@ -58,12 +58,12 @@ impl Projected {
     }
 }
 
-/// Random bits of 64 (splitmix64).
-fn mix(x: usize) -> usize {
-    let x = (x as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
+/// Random bits for a number and the bits before (splitmix64).
+fn mix(before: u64, x: usize) -> u64 {
+    let x = (before ^ x as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    (x ^ (x >> 31)) as usize
+    x ^ (x >> 31)
 }
 
 /// Row `position` of every head of `[heads, tokens, head_dim]`, one after the other.
@@ -91,7 +91,7 @@ fn main() -> Result<(), AttentionError> {
         KvCacheShape { num_layers: LAYERS, batch: 1, num_kv_heads: KV_HEADS, head_dim: HEAD_DIM, value_dim: HEAD_DIM };
     let mut cache = KvCache::new(&shape, Capacity::Fixed(PROMPT + STEPS))?;
 
-    let mut tokens: Vec<usize> = (0..PROMPT).map(|i| mix(i) % VOCABULARY).collect();
+    let mut tokens: Vec<usize> = (0..PROMPT).map(|i| mix(0, i) as usize % VOCABULARY).collect();
     let started = Instant::now();
     let mut steps = vec![step(&mut cache, &tokens)?];
     println!("prefill: {PROMPT} tokens, {LAYERS} layers in {:.1?}", started.elapsed());
