@@ -130,7 +130,11 @@ fn what_memory_cannot_hold_is_refused() {
     use AttentionError::{AllocationFailed, CacheFull, SizeOverflow, ZeroHeadDim};
     let new = |shape, tokens| KvCache::<f32>::new(&shape, Capacity::Fixed(tokens)).map(drop).unwrap_err();
     assert_eq!(new(KvCacheShape { head_dim: 0, ..SHAPE }, 9), ZeroHeadDim { shape: [3, 2, 9, 0] });
-    assert_eq!(new(SHAPE, 1 << 50), AllocationFailed { bytes: 3 * 2 * 5 * 4 << 50 }, "the streams are multiples of 64");
+    assert_eq!(
+        new(SHAPE, 1 << 50),
+        AllocationFailed { bytes: (3 * 2 * 5 * 4) << 50 },
+        "the streams are multiples of 64"
+    );
     for (batch, num_layers) in [(usize::MAX, 2), (3, usize::MAX), (0, usize::MAX)] {
         let error = new(KvCacheShape { batch, num_layers, num_kv_heads: 0, ..SHAPE }, 9);
         assert_eq!(error, AllocationFailed { bytes: usize::MAX });
@@ -154,7 +158,7 @@ fn what_memory_cannot_hold_is_refused() {
         move |cache: &mut KvCache<f16>| append_shapes(cache, 1, Some(0), [[1, 2, tokens, 5], [1, 2, tokens, 3]])
     };
     let error = refused(growing, &[], append(1 << 50));
-    assert!(matches!(error, AllocationFailed { bytes } if bytes >= 3 * 2 * 5 * 2 << 50), "{error}");
+    assert!(matches!(error, AllocationFailed { bytes } if bytes >= (3 * 2 * 5 * 2) << 50), "{error}");
     let error = refused(growing, &[&((1usize << 60) + 3).to_string()], append(1 << 60));
     assert!(matches!(error, SizeOverflow { shape: [3, 2, _, 5], .. }), "{error}");
     // Keys that fit, values that do not.
