@@ -118,9 +118,9 @@ pub enum AttentionError {
         out: usize,
     },
     /// `head_dim` is 0, so there is nothing to take a product of.
-    #[error("head_dim is 0 (q has shape {shape:?}), it must be at least 1")]
+    #[error("head_dim is 0 (in shape {shape:?}), it must be at least 1")]
     ZeroHeadDim {
-        /// Shape of `q`.
+        /// Shape of `q`, or of the keys of a cache.
         shape: [usize; 4],
     },
     /// The slice for `logsumexp` is not `batch * num_heads * q_len` long.
@@ -143,7 +143,7 @@ pub enum AttentionError {
         /// The shape asked for.
         shape: crate::AttentionShape,
     },
-    /// The system has no memory for the workspace or the output.
+    /// The system has no memory for the workspace, the output or the cache.
     #[error("{bytes} bytes cannot be allocated")]
     AllocationFailed {
         /// Bytes asked for.
@@ -180,5 +180,57 @@ pub enum AttentionError {
         name: String,
         /// The names that this machine accepts.
         available: String,
+    },
+    /// A cache has no layer of this number.
+    #[error("layer {layer} does not exist, the cache has {num_layers}")]
+    LayerOutOfRange {
+        /// The layer asked for, from 0.
+        layer: usize,
+        /// Layers of the cache.
+        num_layers: usize,
+    },
+    /// A cache has no sequence of this number.
+    #[error("sequence {sequence} does not exist, the cache has a batch of {batch}")]
+    SequenceOutOfRange {
+        /// The sequence asked for, from 0.
+        sequence: usize,
+        /// Sequences of the cache.
+        batch: usize,
+    },
+    /// Tokens for a cache have other sizes than its own.
+    #[error("{tensor} to append has shape {found:?}, the cache takes {expected:?}")]
+    AppendShapeMismatch {
+        /// `"k"` or `"v"`.
+        tensor: &'static str,
+        /// `[batch (1 for a single sequence), num_kv_heads, any number of tokens, head_dim or value_dim]`.
+        expected: [usize; 4],
+        /// Shape of the tensor.
+        found: [usize; 4],
+    },
+    /// A cache of fixed capacity has no room for the tokens.
+    #[error("sequence {sequence} of layer {layer} holds {len} tokens, {tokens} more exceed its capacity of {capacity}")]
+    CacheFull {
+        /// The layer appended to.
+        layer: usize,
+        /// The fullest of the sequences appended to.
+        sequence: usize,
+        /// Tokens that it holds.
+        len: usize,
+        /// Tokens to be added.
+        tokens: usize,
+        /// Tokens that there is memory for.
+        capacity: usize,
+    },
+    /// A cache was to keep more tokens than it holds.
+    #[error("cannot truncate to {new_len} tokens, sequence {sequence} of layer {layer} holds {len}")]
+    TruncateBeyondLen {
+        /// The first layer that holds fewer.
+        layer: usize,
+        /// The sequence in that layer.
+        sequence: usize,
+        /// Tokens that it holds.
+        len: usize,
+        /// Tokens to be kept.
+        new_len: usize,
     },
 }

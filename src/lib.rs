@@ -27,6 +27,8 @@
 //! - [`AttentionPlan`] separates checking and planning from running, with a [`Workspace`] that you own: nothing is
 //!   allocated when serial or inside a rayon pool.
 //!
+//! For generation, [`KvCache`] keeps the keys and values of past tokens where decoding reads them fastest.
+//!
 //! # The algorithm
 //! Queries are cut into blocks of rows, keys into blocks that fit the L2 cache. For every block of rows, over the
 //! key blocks that its mask lets it see (hidden ones are skipped):
@@ -50,7 +52,8 @@
 //! # Module map
 //! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
 //! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `online_softmax` -> `kernels`
-//! (micro-tiles). [`mod@reference`] is the specification in f64.
+//! (micro-tiles). [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
+//! as views, so no kernel knows of it.
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
@@ -63,6 +66,7 @@ mod element;
 mod error;
 mod instruction_set;
 mod kernels;
+mod kv_cache;
 mod mask;
 mod merge;
 mod online_softmax;
@@ -88,6 +92,7 @@ pub use instruction_set::executed_instruction_set;
 #[cfg(feature = "__panel")]
 #[doc(hidden)]
 pub use kernels::panel;
+pub use kv_cache::{Capacity, KvCache, KvCacheShape};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head};
 use fused_attention::{
-    AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, Parallelism, Workspace, attention_into,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, Element, KvCache,
+    KvCacheShape, Parallelism, TensorViewMut, Workspace, attention_into, bf16, f16,
 };
 
 /// What threads that report to it have allocated.
@@ -296,4 +297,60 @@ fn a_workspace_grows_and_never_shrinks() {
     assert_eq!(allocations_of(|| workspace.reserve(&small).unwrap()), 0);
     assert_eq!(workspace.len(), large.workspace_len());
     assert_eq!(Workspace::for_plan(&small).unwrap().len(), small.workspace_len());
+}
+
+/// Appends one token and attends to it, over and over; gives the allocations of each step.
+fn decode_allocations<T: Element<Acc = f32>>(capacity: Capacity, config: &AttentionConfig) -> Vec<usize> {
+    let shape = KvCacheShape { num_layers: 2, batch: 2, num_kv_heads: 2, head_dim: 16, value_dim: 16 };
+    let mut cache = KvCache::<T>::new(&shape, capacity).unwrap();
+    let long = pattern_tensor([2, 2, 300, 16], Layout::Bhsd);
+    let new = [Layout::Bhsd, Layout::Transposed].map(|layout| pattern_tensor([2, 2, 1, 16], layout));
+    let q = pattern_tensor([2, 4, 1, 16], Layout::Bhsd);
+    let mut out = Tensor::unwritten([2, 4, 1, 16], Layout::Bhsd);
+    let mut attend = |cache: &KvCache<T>| {
+        let inputs = AttentionInputs::new(q.view(), cache.k(1).unwrap(), cache.v(1).unwrap());
+        let out = TensorViewMut::from_bhsd(&mut out.data, [2, 4, 1, 16]).unwrap();
+        attention_into(&inputs, &mut AttentionOutputs::new(out), config).unwrap();
+    };
+    if capacity == Capacity::Fixed(300) {
+        // The thread's workspace becomes as large as it will ever be.
+        cache.append(1, &long.view(), &long.view()).unwrap();
+        attend(&cache);
+        cache.clear();
+    }
+    let steps = (0..300).map(|_| {
+        allocations_of(|| {
+            cache.append(1, &new[0].view(), &new[1].view()).unwrap();
+            attend(&cache);
+        })
+    });
+    steps.collect()
+}
+
+fn pattern_tensor(shape: [usize; 4], layout: Layout) -> Tensor {
+    Tensor::from_fn(shape, layout, common::pattern)
+}
+
+/// Fault 22 of FIELD.md (rten#1305, gemma.cpp#1020).
+#[test]
+fn a_decode_step_over_a_cache_with_room_allocates_nothing() {
+    let step = [decode_allocations::<f32>, decode_allocations::<f16>, decode_allocations::<bf16>];
+    for set in instruction_sets() {
+        let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
+        for (allocations, name) in
+            step.map(|step| step(Capacity::Fixed(300), &config)).iter().zip(["f32", "f16", "bf16"])
+        {
+            assert_eq!(allocations.iter().sum::<usize>(), 0, "{set} {name}: {allocations:?}");
+        }
+    }
+}
+
+#[test]
+fn a_cache_grows_a_logarithmic_number_of_times() {
+    let config = AttentionConfig::causal().with_parallelism(Parallelism::Serial);
+    decode_allocations::<f32>(Capacity::Fixed(300), &config); // the thread's workspace
+    let allocations = decode_allocations::<f32>(Capacity::Growing(1), &config);
+    // To 2, 4, 8, ... 512: keys and values each.
+    assert_eq!(allocations.iter().sum::<usize>(), 2 * 9, "{allocations:?}");
+    assert_eq!(allocations.iter().filter(|&&n| n > 0).count(), 9, "{allocations:?}");
 }

@@ -5,7 +5,7 @@ mod common;
 use common::{CANARY, Layout, Problem, Tensor, instruction_sets, normal_problem, pattern};
 use fused_attention::{
     AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, InstructionSet,
-    Mask, TensorView, TensorViewMut, Workspace, attention, attention_into,
+    KvCache, Mask, TensorView, TensorViewMut, Workspace, attention, attention_into,
 };
 
 /// Two of a batch, 6 query heads on 3 KV heads, 5 queries, 7 keys, 11 features, 13 value features: all different.
@@ -395,6 +395,7 @@ fn views_plans_configs_and_errors_are_send_and_sync() {
     send_sync::<InstructionSet>();
     send_sync::<Mask>();
     send_sync::<Workspace>();
+    send_sync::<KvCache<f32>>();
     fn error<T: std::error::Error + Clone + 'static>() {}
     error::<AttentionError>();
     fn copy<T: Copy>() {}

@@ -3,6 +3,7 @@
 
 #![allow(dead_code, unused_imports)] // every test binary uses its own part
 
+pub mod cache;
 mod executed;
 mod inputs;
 mod tensor;
