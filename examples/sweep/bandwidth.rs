@@ -19,13 +19,13 @@ const STEP_VECTORS: usize = 8;
 pub struct Bandwidth<'a> {
     threads: &'a Threads,
     instruction_set: InstructionSet,
-    parts: Vec<&'a [u32]>,
+    parts: Vec<&'a [u8]>,
 }
 
 impl<'a> Bandwidth<'a> {
     /// Of the bytes of both tensors. Reads with the best instructions of the CPU, whatever attention uses.
     pub fn new<T: Number>(tensors: [&'a [T]; 2], threads: &'a Threads) -> Self {
-        let parts = tensors.into_iter().flat_map(|tensor| words_of(tensor).chunks(PART_BYTES / size_of::<u32>()));
+        let parts = tensors.into_iter().flat_map(|tensor| bytes_of(tensor).chunks(PART_BYTES));
         Self { threads, instruction_set: InstructionSet::detect(), parts: parts.collect() }
     }
 
@@ -35,26 +35,31 @@ impl<'a> Bandwidth<'a> {
         [self.one_way::<1, 0>(), self.one_way::<1, 4096>(), self.one_way::<4, 1024>()].into_iter().fold(0.0, f64::max)
     }
 
+    /// Reads everything once, one of the ways.
+    #[allow(dead_code)] // benches/decode.rs
+    pub fn read_once(&self) {
+        self.one_way::<1, 4096>();
+    }
+
     fn one_way<const STREAMS: usize, const AHEAD_BYTES: usize>(&self) -> f64 {
         let bytes_per_second = rate(self.threads, self.parts.len(), |part| {
-            let words = self.parts[part];
-            run_with(self.instruction_set, Read::<STREAMS, AHEAD_BYTES> { words });
-            size_of_val(words) as f64
+            let bytes = self.parts[part];
+            run_with(self.instruction_set, Read::<STREAMS, AHEAD_BYTES> { bytes });
+            bytes.len() as f64
         });
         bytes_per_second / 1e9
     }
 }
 
-/// The same memory as integers: there is no arithmetic on them that takes longer for some values.
 #[allow(unsafe_code)]
-fn words_of<T: Number>(tensor: &[T]) -> &[u32] {
-    // SAFETY: numbers are plain bytes without padding, and any of them make a u32. (An odd f16 at the end is left out.)
+fn bytes_of<T: Number>(tensor: &[T]) -> &[u8] {
+    // SAFETY: numbers are plain bytes without padding. Everything is aligned for a byte, so that this is all of them.
     unsafe { tensor.align_to().1 }
 }
 
 /// Reads in `STREAMS` places at once and asks for the lines `AHEAD_BYTES` ahead of each, unless that is 0.
 struct Read<'a, const STREAMS: usize, const AHEAD_BYTES: usize> {
-    words: &'a [u32],
+    bytes: &'a [u8],
 }
 
 impl<const STREAMS: usize, const AHEAD_BYTES: usize> WithSimd for Read<'_, STREAMS, AHEAD_BYTES> {
@@ -62,12 +67,12 @@ impl<const STREAMS: usize, const AHEAD_BYTES: usize> WithSimd for Read<'_, STREA
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let (vectors, rest) = S::as_simd_u32s(self.words);
+        let (vectors, rest) = S::as_simd_u8s(self.bytes);
         let step = STEP_VECTORS / STREAMS;
         // Whole steps in every stream; what remains of the vectors is read after them.
         let stream_len = vectors.len() / STEP_VECTORS * step;
         let (in_streams, after) = vectors.split_at(stream_len * STREAMS);
-        let mut sums = [simd.splat_u32s(0); STEP_VECTORS];
+        let mut sums = [simd.splat_u8s(0); STEP_VECTORS];
         for first in (0..stream_len).step_by(step) {
             for stream in 0..STREAMS {
                 let here = &in_streams[stream * stream_len + first..][..step];
@@ -77,15 +82,15 @@ impl<const STREAMS: usize, const AHEAD_BYTES: usize> WithSimd for Read<'_, STREA
                     }
                 }
                 for (sum, &vector) in sums[stream * step..].iter_mut().zip(here) {
-                    *sum = simd.or_u32s(*sum, vector);
+                    *sum = simd.or_u8s(*sum, vector);
                 }
             }
         }
         for &vector in after {
-            sums[0] = simd.or_u32s(sums[0], vector);
+            sums[0] = simd.or_u8s(sums[0], vector);
         }
         black_box(sums);
-        black_box(rest.iter().fold(0, |sum, word| sum | word));
+        black_box(rest.iter().fold(0, |sum, byte| sum | byte));
     }
 }
 
