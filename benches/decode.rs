@@ -6,7 +6,6 @@
 //! attention and read.
 
 #[path = "../examples/sweep/bandwidth.rs"]
-#[allow(dead_code)]
 mod bandwidth;
 mod common;
 #[path = "../examples/sweep/rate.rs"]
@@ -61,6 +60,6 @@ where
     let mut bandwidth = None;
     group.bench_function(id("read"), |bencher| {
         let bandwidth = bandwidth.get_or_insert_with(|| Bandwidth::new(case.tensors.keys_and_values(), &SERIAL));
-        bencher.iter(|| bandwidth.read_once());
+        bencher.iter(|| bandwidth.sample());
     });
 }

@@ -20,25 +20,22 @@ pub struct Bandwidth<'a> {
     threads: &'a Threads,
     instruction_set: InstructionSet,
     parts: Vec<&'a [u8]>,
+    samples: usize,
 }
 
 impl<'a> Bandwidth<'a> {
     /// Of the bytes of both tensors. Reads with the best instructions of the CPU, whatever attention uses.
     pub fn new<T: Number>(tensors: [&'a [T]; 2], threads: &'a Threads) -> Self {
         let parts = tensors.into_iter().flat_map(|tensor| bytes_of(tensor).chunks(PART_BYTES));
-        Self { threads, instruction_set: InstructionSet::detect(), parts: parts.collect() }
+        Self { threads, instruction_set: InstructionSet::detect(), parts: parts.collect(), samples: 0 }
     }
 
-    /// GB/s of all threads together: each way to read everything once, the best of them. Which one that is depends on
-    /// the CPU and on which cache the memory fits in.
-    pub fn sample(&self) -> f64 {
-        [self.one_way::<1, 0>(), self.one_way::<1, 4096>(), self.one_way::<4, 1024>()].into_iter().fold(0.0, f64::max)
-    }
-
-    /// Reads everything once, one of the ways.
-    #[allow(dead_code)] // benches/decode.rs
-    pub fn read_once(&self) {
-        self.one_way::<1, 4096>();
+    /// GB/s of all threads together. Every sample reads everything once, each in another of several ways: which of them
+    /// is fastest depends on the CPU and on the cache that the memory fits in (a few per cent, never always the same one).
+    pub fn sample(&mut self) -> f64 {
+        let ways = [Self::one_way::<1, 0>, Self::one_way::<2, 2048>, Self::one_way::<4, 0>];
+        self.samples += 1;
+        ways[self.samples % ways.len()](self)
     }
 
     fn one_way<const STREAMS: usize, const AHEAD_BYTES: usize>(&self) -> f64 {

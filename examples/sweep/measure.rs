@@ -179,7 +179,7 @@ where
     let mut ours = Contender::new(in_samples(call));
     let mut peak = Contender::new(|| 1.0 / sweep.peak.sample());
     let mut read = (mode == Mode::Decode).then(|| {
-        let bandwidth = Bandwidth::new(tensors.keys_and_values(), sweep.threads);
+        let mut bandwidth = Bandwidth::new(tensors.keys_and_values(), sweep.threads);
         Contender::new(move || 1.0 / bandwidth.sample())
     });
     let mut unfused = match compare {
