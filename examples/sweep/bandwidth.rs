@@ -30,8 +30,8 @@ impl<'a> Bandwidth<'a> {
         Self { threads, instruction_set: InstructionSet::detect(), parts: parts.collect(), samples: 0 }
     }
 
-    /// GB/s of all threads together. Every sample reads everything once, each in another of several ways: which of them
-    /// is fastest depends on the CPU and on the cache that the memory fits in (a few per cent, never always the same one).
+    /// GB/s of all threads together. Every sample reads everything once, by turns in several ways: which of them is fastest
+    /// depends on the CPU and on the cache that the memory fits in.
     pub fn sample(&mut self) -> f64 {
         let ways = [Self::one_way::<1, 0>, Self::one_way::<2, 2048>, Self::one_way::<4, 0>];
         self.samples += 1;
