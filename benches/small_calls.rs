@@ -12,8 +12,9 @@ use std::cell::LazyCell;
 
 use common::args::Layout;
 use common::inputs::view_mut;
+use common::memory::Pages;
 // The sweep's modules find one another at the root.
-use common::{Case, Result, args, bench_checked, inputs, self_attention};
+use common::{Case, Result, args, bench_checked, inputs, memory, number, self_attention};
 use criterion::Criterion;
 use fused_attention::{
     AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, Parallelism, Workspace, attention_into,
@@ -36,7 +37,7 @@ fn bench_shape(criterion: &mut Criterion, shape: &AttentionShape) {
     let set = plan.instruction_set().name();
     let mut group = criterion.benchmark_group(format!("small_calls/h{num_heads}_kv{num_kv_heads}_d{head_dim}"));
     let id = |way: &str| format!("q{q_len}_kv{kv_len}/{set}/{way}");
-    let case = LazyCell::new(|| Case::new(shape));
+    let case = LazyCell::new(|| Case::<f32>::new(shape, Pages::Plain));
 
     bench_checked(&mut group, &id("plan_run"), &case, |case| {
         let inputs = case.tensors.inputs().expect("tensors of one shape");

@@ -5,41 +5,70 @@ use clap::{Parser, ValueEnum};
 use fused_attention::{AttentionConfig, AttentionShape, InstructionSet};
 use serde::Serialize;
 
-/// Times causal attention over a sweep of sequence lengths, against the FMA peak of the same threads, and checks every
-/// shape against the f64 reference.
+use crate::number::Dtype;
+
+/// Times attention over a sweep of sequence lengths, against what the same threads can do at most, and checks every shape
+/// against the f64 reference.
+///
+/// `--mode prefill` takes prompts of growing length and measures against the FMA peak of the type that is accumulated
+/// in. `--mode decode` takes a few queries against caches of growing length and measures against the read bandwidth too:
+/// a streaming SIMD read of the very same K and V, which lie on huge pages where the system offers them (Linux), as a KV
+/// cache does. Both are repeated over the same K and V, so that small caches are read from the CPU's own.
 ///
 /// Timed is `attention_into` as users call it in a loop: it keeps its workspace per thread, so from the second call on
 /// the workspace is warm. Each shape runs once to warm up, then, in turns, attention, the independent FMA chains that
-/// measure the peak and (with --compare) the unfused baseline, at least 3 turns each; `seconds` is the best.
+/// measure the peak, (in decode) the read and (with --compare) the unfused baseline, at least 3 turns each; `seconds` is
+/// the best.
 ///
-/// The output is compared with textbook attention in f64: all rows while that is cheap, else rows spread over batch,
-/// heads and queries, the first and the last included. An output that is wrong ends the sweep with an error.
+/// Inputs are computed in f64 and rounded to their type. The output is compared with textbook attention in f64: all rows while that is cheap, else rows spread over batch,
+/// heads and queries, the first and the last included. Half a ULP of the output type is allowed beyond the bound of the accumulator. An output
+/// that is wrong ends the sweep with an error.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "sweep")]
 pub struct Args {
-    /// Sequence lengths (queries; keys too unless --kv-len says otherwise)
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "128,512,1024,2048", value_parser = size())]
+    /// Many queries, or a few against a cache
+    #[arg(long, value_enum, default_value = "prefill")]
+    pub mode: Mode,
+
+    /// Prefill: sequence lengths (queries; keys too unless --kv-len says otherwise) [default: 128,512,1024,2048]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = size())]
     pub seq_lens: Vec<usize>,
 
-    /// Features of Q and K
-    #[arg(long = "head-dim", value_name = "N,...", value_delimiter = ',', default_value = "64,128", value_parser = size())]
+    /// Prefill: keys of every shape: chunked prefill, the last query sees every key [default: as many as queries]
+    #[arg(long, value_name = "N", value_parser = size())]
+    pub kv_len: Option<usize>,
+
+    /// Decode: keys in the cache [default: 1024,4096,16384,65536]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = size())]
+    pub kv_lens: Vec<usize>,
+
+    /// Decode: queries; with --mask causal they are the last tokens of the cache [default: 1]
+    #[arg(long, value_name = "N", value_parser = size())]
+    pub q_len: Option<usize>,
+
+    /// Features of Q and K [default: 64,128; decode: 128]
+    #[arg(long = "head-dim", value_name = "N,...", value_delimiter = ',', value_parser = size())]
     pub head_dims: Vec<usize>,
 
     /// Features of V and the output [default: --head-dim]
     #[arg(long, value_name = "N", value_parser = size())]
     pub value_dim: Option<usize>,
 
-    /// Keys of every shape: chunked prefill, the last query sees every key [default: as many as queries]
+    /// Query heads [default: 8; decode: 32]
     #[arg(long, value_name = "N", value_parser = size())]
-    pub kv_len: Option<usize>,
+    pub heads: Option<usize>,
 
-    /// Query heads
-    #[arg(long, value_name = "N", default_value = "8", value_parser = size())]
-    pub heads: usize,
-
-    /// KV heads; must divide --heads [default: --heads]
+    /// KV heads; must divide --heads [default: --heads; decode without --heads: 8]
     #[arg(long, value_name = "N", value_parser = size())]
     pub kv_heads: Option<usize>,
+
+    /// What Q and the output hold
+    #[arg(long, value_enum, default_value = "f32")]
+    pub dtype: Dtype,
+
+    /// What K and V hold: f16, bf16 and f32 go together, f64 goes with itself [default: --dtype]
+    #[arg(long, value_enum)]
+    pub kv_dtype: Option<Dtype>,
 
     /// Independent sequences
     #[arg(long, value_name = "N", default_value = "1", value_parser = size())]
@@ -61,11 +90,11 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "bhsd")]
     pub layout: Layout,
 
-    /// What Q, K and V hold
+    /// The numbers in Q, K and V
     #[arg(long, value_enum, default_value = "normal")]
     pub inputs: InputKind,
 
-    /// Also time and check a baseline
+    /// Also time and check a baseline (f32 only)
     #[arg(long, value_enum)]
     pub compare: Option<Baseline>,
 
@@ -77,9 +106,20 @@ pub struct Args {
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<String>,
 
-    /// Draws throughput against sequence length, a line for each head_dim, with the measured peak and the baseline
+    /// Draws throughput against sequence length, a line for each head_dim, with the measured peak (decode: bandwidth) and
+    /// the baseline
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<String>,
+}
+
+/// What a shape is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Prompts: many queries
+    Prefill,
+    /// Generation: a few queries against a cache of keys
+    Decode,
 }
 
 /// Which keys a query sees.
@@ -124,20 +164,60 @@ pub enum Baseline {
 impl Args {
     /// The shapes in the order in which they run.
     pub fn shapes(&self) -> crate::Result<Vec<AttentionShape>> {
-        let (num_heads, num_kv_heads) = (self.heads, self.kv_heads.unwrap_or(self.heads));
+        self.check_mode()?;
+        let (num_heads, num_kv_heads) = self.heads();
         if num_heads % num_kv_heads != 0 {
             return Err(format!("--heads {num_heads} cannot be divided among --kv-heads {num_kv_heads}").into());
         }
-        let shape = |head_dim, q_len| AttentionShape {
+        let or_default = |given: &[usize], default: &[usize]| if given.is_empty() { default } else { given }.to_vec();
+        let lens: Vec<(usize, usize)> = match self.mode {
+            Mode::Prefill => or_default(&self.seq_lens, &[128, 512, 1024, 2048])
+                .into_iter()
+                .map(|len| (len, self.kv_len.unwrap_or(len)))
+                .collect(),
+            Mode::Decode => or_default(&self.kv_lens, &[1024, 4096, 16384, 65536])
+                .into_iter()
+                .map(|kv_len| (self.q_len.unwrap_or(1), kv_len))
+                .collect(),
+        };
+        let head_dims = or_default(&self.head_dims, if self.mode == Mode::Decode { &[128] } else { &[64, 128] });
+        let shape = |head_dim, (q_len, kv_len)| AttentionShape {
             batch: self.batch,
             num_heads,
             num_kv_heads,
             q_len,
-            kv_len: self.kv_len.unwrap_or(q_len),
+            kv_len,
             head_dim,
             value_dim: self.value_dim.unwrap_or(head_dim),
         };
-        Ok(self.head_dims.iter().flat_map(|&dim| self.seq_lens.iter().map(move |&len| shape(dim, len))).collect())
+        Ok(head_dims.iter().flat_map(|&dim| lens.iter().map(move |&lens| shape(dim, lens))).collect())
+    }
+
+    /// Query heads and KV heads.
+    pub fn heads(&self) -> (usize, usize) {
+        match (self.mode, self.heads, self.kv_heads) {
+            (Mode::Decode, None, kv_heads) => (32, kv_heads.unwrap_or(8)),
+            (_, heads, kv_heads) => (heads.unwrap_or(8), kv_heads.or(heads).unwrap_or(8)),
+        }
+    }
+
+    /// What K and V hold.
+    pub fn kv_dtype(&self) -> Dtype {
+        self.kv_dtype.unwrap_or(self.dtype)
+    }
+
+    /// Refuses options that the mode would ignore.
+    fn check_mode(&self) -> crate::Result<()> {
+        let (other, given) = match self.mode {
+            Mode::Prefill => ("decode", [("--kv-lens", !self.kv_lens.is_empty()), ("--q-len", self.q_len.is_some())]),
+            Mode::Decode => {
+                ("prefill", [("--seq-lens", !self.seq_lens.is_empty()), ("--kv-len", self.kv_len.is_some())])
+            }
+        };
+        match given.into_iter().find(|option| option.1) {
+            Some((option, _)) => Err(format!("{option} goes with --mode {other}").into()),
+            None => Ok(()),
+        }
     }
 
     /// The library's view of these options; the threads are set later.

@@ -6,37 +6,43 @@ use std::f64::consts::TAU;
 use fused_attention::{AttentionError, AttentionInputs, AttentionShape, TensorView, TensorViewMut};
 
 use crate::args::{InputKind, Layout};
+use crate::memory::{Memory, Pages, filled};
+use crate::number::Number;
 
 /// Q, K and V of one shape.
-pub struct Tensors {
+pub struct Tensors<T, K = T> {
     layout: Layout,
     shape: AttentionShape,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    q: Memory<T>,
+    k: Memory<K>,
+    v: Memory<K>,
 }
 
-impl Tensors {
-    pub fn new(shape: &AttentionShape, layout: Layout, kind: InputKind) -> crate::Result<Self> {
+impl<T: Number, K: Number> Tensors<T, K> {
+    /// Computed in f64 and rounded once. `kv_pages` is where K and V lie.
+    pub fn new(shape: &AttentionShape, layout: Layout, kind: InputKind, kv_pages: Pages) -> crate::Result<Self> {
         let AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim } = *shape;
         let fill_q_k = |key: bool| {
-            move |seed: u64, position: usize, row: &mut [f32]| {
+            move |seed: u64, position: usize, row: &mut [f64]| {
                 fill_normal(seed, row);
                 if kind == InputKind::Ascending {
                     fill_ascending(key.then_some((position, kv_len)), row);
                 }
             }
         };
+        let fill_v = |seed: u64, _: usize, row: &mut [f64]| fill_normal(seed, row);
+        let q_shape = [batch, num_heads, q_len, head_dim];
+        let [k_shape, v_shape] = [head_dim, value_dim].map(|dim| [batch, num_kv_heads, kv_len, dim]);
         Ok(Self {
             layout,
             shape: *shape,
-            q: tensor(1, layout, [batch, num_heads, q_len, head_dim], fill_q_k(false))?,
-            k: tensor(2, layout, [batch, num_kv_heads, kv_len, head_dim], fill_q_k(true))?,
-            v: tensor(3, layout, [batch, num_kv_heads, kv_len, value_dim], |seed, _, row| fill_normal(seed, row))?,
+            q: tensor(1, layout, q_shape, Pages::Plain, fill_q_k(false))?,
+            k: tensor(2, layout, k_shape, kv_pages, fill_q_k(true))?,
+            v: tensor(3, layout, v_shape, kv_pages, fill_v)?,
         })
     }
 
-    pub fn inputs(&self) -> Result<AttentionInputs<'_, f32>, AttentionError> {
+    pub fn inputs(&self) -> Result<AttentionInputs<'_, T, K>, AttentionError> {
         let AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim } = self.shape;
         Ok(AttentionInputs::new(
             view(self.layout, &self.q, [batch, num_heads, q_len, head_dim])?,
@@ -45,9 +51,14 @@ impl Tensors {
         ))
     }
 
+    /// The memory of K and of V.
+    pub fn keys_and_values(&self) -> [&[K]; 2] {
+        [&self.k, &self.v]
+    }
+
     /// Memory for an output, NaN wherever nothing writes.
-    pub fn new_output(&self) -> crate::Result<Vec<f32>> {
-        filled(self.output_shape(), f32::NAN)
+    pub fn new_output(&self) -> crate::Result<Vec<T>> {
+        filled(self.output_shape(), T::NAN)
     }
 
     /// `[batch, num_heads, q_len, value_dim]`.
@@ -57,7 +68,7 @@ impl Tensors {
 
     /// The largest |V|: the scale of errors in the output, which is a mean of V's rows.
     pub fn max_abs_value(&self) -> f64 {
-        self.v.iter().fold(0.0, |max, &x| f64::from(x).abs().max(max))
+        self.v.iter().fold(0.0, |max, &x| x.to_f64().abs().max(max))
     }
 }
 
@@ -77,42 +88,37 @@ pub fn view_mut<T>(layout: Layout, data: &mut [T], shape: [usize; 4]) -> Result<
     }
 }
 
-/// Memory for `shape`, or an error that names what it would have taken.
-pub fn filled<const AXES: usize>(shape: [usize; AXES], value: f32) -> crate::Result<Vec<f32>> {
-    let too_large = || format!("no memory for a tensor of shape {shape:?} (f32)");
-    let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)).ok_or_else(too_large)?;
-    let mut data = Vec::new();
-    data.try_reserve_exact(len).map_err(|_| too_large())?;
-    data.resize(len, value);
-    Ok(data)
-}
-
-/// Calls `fill(seed, position, row)` for every row.
-fn tensor(
+/// Calls `fill(seed, position, row)` for every row and rounds what it gives.
+fn tensor<T: Number>(
     id: u64,
     layout: Layout,
     shape: [usize; 4],
-    fill: impl Fn(u64, usize, &mut [f32]),
-) -> crate::Result<Vec<f32>> {
-    let mut data = filled(shape, 0.0)?;
+    pages: Pages,
+    fill: impl Fn(u64, usize, &mut [f64]),
+) -> crate::Result<Memory<T>> {
+    let mut data = Memory::zeros(shape, pages)?;
     let strides = view(layout, &data, shape)?.strides();
     let [batch, heads, seq, dim] = shape;
+    let mut exact = vec![0.0; dim];
     for row in 0..batch * heads * seq {
         let [b, h, s] = [row / (heads * seq), row / seq % heads, row % seq];
         let start = b * strides[0] + h * strides[1] + s * strides[2];
-        fill(id << 56 | row as u64, s, &mut data[start..start + dim]);
+        fill(id << 56 | row as u64, s, &mut exact);
+        for (x, &exact) in data[start..start + dim].iter_mut().zip(&exact) {
+            *x = T::from_f64(exact);
+        }
     }
     Ok(data)
 }
 
 /// N(0, 1) by Box and Muller.
-fn fill_normal(seed: u64, row: &mut [f32]) {
+fn fill_normal(seed: u64, row: &mut [f64]) {
     let mut random = SplitMix64(mix(seed));
     for pair in row.chunks_mut(2) {
         let radius = (-2.0 * random.unit().ln()).sqrt();
         let (sin, cos) = (TAU * random.unit()).sin_cos();
         for (x, y) in pair.iter_mut().zip([radius * cos, radius * sin]) {
-            *x = y as f32;
+            *x = y;
         }
     }
 }
@@ -123,13 +129,13 @@ fn fill_normal(seed: u64, row: &mut [f32]) {
 /// With `sign[p] = +-1`, `q = sign` and `k[j] = target[j] / sqrt(head_dim) * sign` the scaled product is `target[j]`.
 /// Targets span at most -16..16: the rounding of larger scores, which any f32 method suffers, would drown the errors
 /// that the sweep is there to see.
-fn fill_ascending(key: Option<(usize, usize)>, row: &mut [f32]) {
+fn fill_ascending(key: Option<(usize, usize)>, row: &mut [f64]) {
     let (slope, noise) = match key {
         None => (1.0, 0.05),
         Some((position, kv_len)) => {
-            let step = (32.0 / kv_len as f32).min(0.125);
-            let target = (position as f32 - kv_len as f32 / 2.0) * step;
-            (target / (row.len() as f32).sqrt(), 0.02)
+            let step = (32.0 / kv_len as f64).min(0.125);
+            let target = (position as f64 - kv_len as f64 / 2.0) * step;
+            (target / (row.len() as f64).sqrt(), 0.02)
         }
     };
     for (p, x) in row.iter_mut().enumerate() {

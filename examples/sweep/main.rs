@@ -1,11 +1,15 @@
-//! The project's ruler: how fast is attention at which length, how much of the machine's peak is that, and is the
-//! result right. `cargo run --release --example sweep -- --help` lists the options.
+//! The project's ruler: how fast is attention at which length, how much of the machine's peak or bandwidth is that, and
+//! is the result right. `cargo run --release --example sweep -- --help` lists the options.
 
 mod args;
+mod bandwidth;
 mod inputs;
 mod measure;
+mod memory;
+mod number;
 mod peak;
 mod plot;
+mod rate;
 mod report;
 mod threads;
 mod unfused;
@@ -21,7 +25,7 @@ use fused_attention::{AttentionPlan, AttentionShape};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::args::Args;
-use crate::measure::Sweep;
+use crate::measure::{Sweep, measure_of};
 use crate::peak::Peak;
 use crate::report::Row;
 use crate::threads::Threads;
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let shapes = args.shapes()?;
+    let measure = measure_of(args)?;
     let threads = Threads::new(args.threads)?;
     let json_to_stdout = args.json.as_deref() == Some("-");
     // Opened before minutes are spent on what could not be written.
@@ -55,7 +60,7 @@ fn run(args: &Args) -> Result<()> {
 
     // The library's choice where none was forced.
     let instruction_set = AttentionPlan::new(&shapes[0], &args.config())?.instruction_set();
-    let peak = threads.run(|| Peak::new(instruction_set, &threads));
+    let peak = threads.run(|| Peak::new(args.dtype.accumulator(), instruction_set, &threads));
     let sweep = Sweep { args, threads: &threads, instruction_set, peak: &peak };
 
     let progress = progress_bar(&shapes)?;
@@ -64,10 +69,11 @@ fn run(args: &Args) -> Result<()> {
     let mut rows = Vec::new();
     for shape in &shapes {
         let phase = |phase: &str| {
-            progress.set_message(format!("head_dim {}, q_len {}: {phase}", shape.head_dim, shape.q_len));
+            let AttentionShape { head_dim, q_len, kv_len, .. } = shape;
+            progress.set_message(format!("head_dim {head_dim}, q_len {q_len}, kv_len {kv_len}: {phase}"));
             progress.tick();
         };
-        let row = threads.run(|| sweep.measure(shape, phase)).inspect_err(|_| progress.finish_and_clear())?;
+        let row = threads.run(|| measure(&sweep, shape, &phase)).inspect_err(|_| progress.finish_and_clear())?;
         progress.suspend(|| writeln!(table, "{}", row.line()))?;
         progress.inc(weight(shape));
         rows.push(row);

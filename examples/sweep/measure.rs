@@ -1,13 +1,20 @@
 //! One shape: what to time, in which order, and whether its result is right.
 
+use std::any::Any;
 use std::time::Instant;
 
-use fused_attention::{AttentionOutputs, AttentionPlan, AttentionShape, InstructionSet, attention_into};
+use fused_attention::{
+    AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, Element, InstructionSet, attention_into, bf16,
+    f16,
+};
 
-use crate::args::{Args, Baseline};
+use crate::args::{Args, Baseline, Mode};
+use crate::bandwidth::Bandwidth;
 use crate::inputs::{Tensors, view, view_mut};
+use crate::memory::{Pages, filled};
+use crate::number::{Dtype, Number};
 use crate::peak::Peak;
-use crate::report::Row;
+use crate::report::{MemoryRow, Row};
 use crate::threads::Threads;
 use crate::unfused::Unfused;
 use crate::verify::{Reference, tolerance};
@@ -28,87 +35,169 @@ pub struct Sweep<'a> {
 }
 
 impl Sweep<'_> {
-    /// Measures and verifies one shape; call it inside [`Threads::run`]. `phase` is told what begins.
-    ///
-    /// # Errors
-    /// What the library refuses, memory that there is not, and a result that is wrong.
-    pub fn measure(&self, shape: &AttentionShape, phase: impl Fn(&str)) -> crate::Result<Row> {
-        let Args { layout, mask, inputs: kind, repeat_seconds, .. } = *self.args;
-        let config = self.args.config().with_parallelism(self.threads.parallelism());
-        let plan = AttentionPlan::new(shape, &config)?;
-
-        phase("inputs");
-        let tensors = Tensors::new(shape, layout, kind)?;
-        let inputs = tensors.inputs()?;
-        let mut out = tensors.new_output()?;
-        let mut unfused_out = Vec::new();
-
-        phase("timing");
-        let mut outputs = AttentionOutputs::new(view_mut(layout, &mut out, tensors.output_shape())?);
-        attention_into(&inputs, &mut outputs, &config)?;
-        let ours = || attention_into(&inputs, &mut outputs, &config).expect("the same call succeeded before");
-        let peak = || 1.0 / self.peak.sample();
-        let mut contenders = vec![Contender::new(in_samples(ours)), Contender::new(peak)];
-        if self.args.compare == Some(Baseline::Unfused) {
-            unfused_out = tensors.new_output()?;
-            let mut unfused = Unfused::new(shape, mask, self.instruction_set, self.threads)?;
-            let (inputs, out) = (&inputs, &mut unfused_out);
-            let run = move || unfused.run(inputs, out, layout).expect("the output was made for it");
-            contenders.push(Contender::new(in_samples(run)));
-        }
-        take_turns(&mut contenders, repeat_seconds);
-        let (seconds, peak_gflops) = (contenders[0].best, 1.0 / contenders[1].best);
-        let unfused_seconds = contenders.get(2).map(|unfused| unfused.best);
-        drop(contenders);
-
-        phase("verifying");
-        let reference = Reference::new(&inputs, &config)?;
-        let tolerance = tolerance(&tensors, shape);
-        let error_of = |name: &str, out: &[f32]| -> crate::Result<f64> {
-            let error = reference.max_abs_error(&view(layout, out, tensors.output_shape())?);
-            if error.is_nan() || error > tolerance {
-                return Err(
-                    format!("{name} differs from the reference by {error:e} > {tolerance:e} at {shape:?}").into()
-                );
-            }
-            Ok(error)
-        };
-        let max_abs_error = error_of("attention_into", &out)?;
-        let unfused_max_abs_error =
-            unfused_seconds.map(|_| error_of("the unfused baseline", &unfused_out)).transpose()?;
-
-        let visible_flops = mask.visible_flops(shape);
-        let gflops = visible_flops as f64 / seconds / 1e9;
-        Ok(Row {
-            mode: "prefill",
-            instruction_set: self.instruction_set.name(),
-            dtype: "f32",
-            kv_dtype: "f32",
-            layout,
-            inputs: kind,
-            mask,
-            batch: shape.batch,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            head_dim: shape.head_dim,
-            value_dim: shape.value_dim,
-            q_len: shape.q_len,
-            kv_len: shape.kv_len,
-            threads: self.threads.count(),
-            compare: self.args.compare,
-            repeat_seconds,
-            seconds,
-            visible_flops,
-            gflops,
-            peak_gflops,
-            fraction_of_peak: gflops / peak_gflops,
-            max_abs_error,
-            verified_rows: reference.len(),
-            workspace_bytes: plan.workspace_len(),
-            unfused_seconds,
-            unfused_max_abs_error,
-        })
+    fn config(&self) -> AttentionConfig {
+        self.args.config().with_parallelism(self.threads.parallelism())
     }
+}
+
+/// Measures and verifies one shape; call it inside [`Threads::run`]. The function is told what begins.
+///
+/// # Errors
+/// What the library refuses, memory that there is not, and a result that is wrong.
+pub type Measure = fn(&Sweep<'_>, &AttentionShape, &dyn Fn(&str)) -> crate::Result<Row>;
+
+/// How to measure with the element types that the options name.
+///
+/// # Errors
+/// For types that do not go together.
+pub fn measure_of(args: &Args) -> crate::Result<Measure> {
+    use Dtype::{Bf16, F16, F32, F64};
+    let (dtype, kv_dtype) = (args.dtype, args.kv_dtype());
+    if args.compare == Some(Baseline::Unfused) && (dtype, kv_dtype) != (F32, F32) {
+        let given = format!("--dtype {}, --kv-dtype {}", dtype.name(), kv_dtype.name());
+        return Err(format!("--compare unfused computes in f32 only, not with {given}").into());
+    }
+    Ok(match (dtype, kv_dtype) {
+        (F32, F32) => measure::<f32, f32>,
+        (F32, F16) => measure::<f32, f16>,
+        (F32, Bf16) => measure::<f32, bf16>,
+        (F16, F32) => measure::<f16, f32>,
+        (F16, F16) => measure::<f16, f16>,
+        (F16, Bf16) => measure::<f16, bf16>,
+        (Bf16, F32) => measure::<bf16, f32>,
+        (Bf16, F16) => measure::<bf16, f16>,
+        (Bf16, Bf16) => measure::<bf16, bf16>,
+        (F64, F64) => return Err("--dtype f64: the library does not compute in f64 yet".into()),
+        (F64, _) | (_, F64) => {
+            let name = |dtype: Dtype| format!("{} (accumulated in {})", dtype.name(), dtype.accumulator().name());
+            return Err(format!("--dtype {} does not go with --kv-dtype {}", name(dtype), name(kv_dtype)).into());
+        }
+    })
+}
+
+/// As [`Measure`].
+fn measure<T, K>(sweep: &Sweep<'_>, shape: &AttentionShape, phase: &dyn Fn(&str)) -> crate::Result<Row>
+where
+    T: Element + Number,
+    K: Element<Acc = T::Acc> + Number,
+{
+    let Args { mode, layout, mask, inputs: kind, repeat_seconds, compare, .. } = *sweep.args;
+    let config = sweep.config();
+    let plan = AttentionPlan::new(shape, &config)?;
+
+    phase("inputs");
+    let kv_pages = if mode == Mode::Decode { Pages::Huge } else { Pages::Plain };
+    let tensors = Tensors::<T, K>::new(shape, layout, kind, kv_pages)?;
+    let inputs = tensors.inputs()?;
+    let mut out = tensors.new_output()?;
+    let mut unfused_out = Vec::<f32>::new();
+
+    phase("timing");
+    let times = time(sweep, shape, &tensors, &mut out, &mut unfused_out)?;
+
+    phase("verifying");
+    let reference = Reference::new(&inputs, &config)?;
+    let tolerance = tolerance(&tensors, shape);
+    let is_wrong = |name: &'static str| move |error: String| format!("{name} {error}, in {shape:?}");
+    let out = view(layout, &out, tensors.output_shape())?;
+    let max_abs_error = reference.check(&out, tolerance).map_err(is_wrong("attention_into"))?;
+    let unfused_max_abs_error = match times.unfused {
+        None => None,
+        Some(_) => {
+            let out = view(layout, &unfused_out, tensors.output_shape())?;
+            Some(reference.check(&out, tolerance).map_err(is_wrong("the unfused baseline"))?)
+        }
+    };
+
+    let visible_flops = mask.visible_flops(shape);
+    let gflops = visible_flops as f64 / times.ours / 1e9;
+    let memory = times.read.map(|read| {
+        let kv_bytes = tensors.keys_and_values().map(size_of_val).iter().sum();
+        let kv_gbytes_per_second = kv_bytes as f64 / times.ours / 1e9;
+        let read_gbytes_per_second = 1.0 / read;
+        let fraction_of_bandwidth = kv_gbytes_per_second / read_gbytes_per_second;
+        MemoryRow { kv_bytes, kv_gbytes_per_second, read_gbytes_per_second, fraction_of_bandwidth }
+    });
+    Ok(Row {
+        mode,
+        instruction_set: sweep.instruction_set.name(),
+        dtype: T::DTYPE,
+        kv_dtype: K::DTYPE,
+        layout,
+        inputs: kind,
+        mask,
+        batch: shape.batch,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+        value_dim: shape.value_dim,
+        q_len: shape.q_len,
+        kv_len: shape.kv_len,
+        threads: sweep.threads.count(),
+        compare,
+        repeat_seconds,
+        seconds: times.ours,
+        visible_flops,
+        gflops,
+        peak_gflops: 1.0 / times.peak,
+        fraction_of_peak: gflops * times.peak,
+        memory,
+        max_abs_error,
+        verified_rows: reference.len(),
+        workspace_bytes: plan.workspace_len(),
+        unfused_seconds: times.unfused,
+        unfused_max_abs_error,
+    })
+}
+
+/// The best that each contender reached: seconds of a call, of a GFLOP, of a GB, of a call.
+struct Times {
+    ours: f64,
+    peak: f64,
+    read: Option<f64>,
+    unfused: Option<f64>,
+}
+
+/// Times all contenders in turns. Leaves the output of attention in `out` and of the baseline in `unfused_out`.
+fn time<T, K>(
+    sweep: &Sweep<'_>,
+    shape: &AttentionShape,
+    tensors: &Tensors<T, K>,
+    out: &mut [T],
+    unfused_out: &mut Vec<f32>,
+) -> crate::Result<Times>
+where
+    T: Element + Number,
+    K: Element<Acc = T::Acc> + Number,
+{
+    let Args { mode, layout, mask, repeat_seconds, compare, .. } = *sweep.args;
+    let config = sweep.config();
+    let inputs = tensors.inputs()?;
+    let mut outputs = AttentionOutputs::new(view_mut(layout, out, tensors.output_shape())?);
+    attention_into(&inputs, &mut outputs, &config)?;
+    let call = || attention_into(&inputs, &mut outputs, &config).expect("the same call succeeded before");
+    let mut ours = Contender::new(in_samples(call));
+    let mut peak = Contender::new(|| 1.0 / sweep.peak.sample());
+    let mut read = (mode == Mode::Decode).then(|| {
+        let mut bandwidth = Bandwidth::new(tensors.keys_and_values(), sweep.threads);
+        Contender::new(move || 1.0 / bandwidth.sample())
+    });
+    let mut unfused = match compare {
+        None => None,
+        Some(Baseline::Unfused) => {
+            let tensors =
+                (tensors as &dyn Any).downcast_ref::<Tensors<f32>>().ok_or("--compare unfused is f32 only")?;
+            *unfused_out = filled(tensors.output_shape(), f32::NAN)?;
+            let mut unfused = Unfused::new(shape, mask, sweep.instruction_set, sweep.threads)?;
+            let inputs = tensors.inputs()?;
+            let run = move || unfused.run(&inputs, unfused_out, layout).expect("the output was made for it");
+            Some(Contender::new(in_samples(run)))
+        }
+    };
+    let contenders = [Some(&mut ours), Some(&mut peak), read.as_mut(), unfused.as_mut()];
+    take_turns(contenders.into_iter().flatten().collect(), repeat_seconds);
+    let best = |contender: Option<Contender<'_>>| contender.map(|contender| contender.best);
+    Ok(Times { ours: ours.best, peak: peak.best, read: best(read), unfused: best(unfused) })
 }
 
 /// Something that is measured in turns with others; less is better.
@@ -124,11 +213,11 @@ impl<'a> Contender<'a> {
 }
 
 /// Interleaved, so that a phase in which the machine is slow (other guests, heat) hits all of them alike.
-fn take_turns(contenders: &mut [Contender<'_>], repeat_seconds: f64) {
+fn take_turns(mut contenders: Vec<&mut Contender<'_>>, repeat_seconds: f64) {
     let start = Instant::now();
     let mut rounds = 0;
     while rounds < MIN_ROUNDS || start.elapsed().as_secs_f64() < repeat_seconds {
-        for contender in &mut *contenders {
+        for contender in &mut contenders {
             let turn = Instant::now();
             loop {
                 contender.best = contender.best.min((contender.sample)());

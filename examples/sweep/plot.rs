@@ -1,9 +1,10 @@
-//! The rows as a drawing: throughput against sequence length, the measured peak above it.
+//! The rows as a drawing: throughput against sequence length, the measured peak above it. In decode both are of memory.
 
 use std::collections::BTreeMap;
 
 use plotters::prelude::*;
 
+use crate::args::Mode;
 use crate::report::Row;
 
 const SIZE: (u32, u32) = (960, 560);
@@ -11,7 +12,7 @@ const SIZE: (u32, u32) = (960, 560);
 const NAMES_WIDTH: u32 = 170;
 /// Between names, in pixels: lines that end close together have theirs pushed apart.
 const NAME_HEIGHT: i32 = 17;
-const PEAK_COLOR: RGBColor = RGBColor(90, 90, 90);
+const LIMIT_COLOR: RGBColor = RGBColor(90, 90, 90);
 /// Okabe and Ito's, which the colour-blind tell apart.
 const COLORS: [RGBColor; 6] = [
     RGBColor(0, 114, 178),
@@ -27,11 +28,11 @@ struct Line {
     name: String,
     color: RGBColor,
     is_dashed: bool,
-    /// (q_len, GFLOP/s), ascending.
+    /// (q_len, GFLOP/s) or, in decode, (kv_len, GB/s), ascending.
     points: Vec<(f64, f64)>,
 }
 
-/// An SVG document of rows that differ in `head_dim` and `q_len` alone. `title` says what they have in common.
+/// An SVG document of rows that differ in `head_dim` and lengths alone. `title` says what they have in common.
 pub fn svg(title: &str, rows: &[Row]) -> crate::Result<String> {
     let mut svg = String::new();
     let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
@@ -56,19 +57,22 @@ pub fn svg(title: &str, rows: &[Row]) -> crate::Result<String> {
             (first / 1.1..last * 1.1).log_scale().base(2.0).with_key_points(lens),
             0.0..1.08 * highest,
         )?;
+    let is_decode = rows.iter().any(|row| row.mode == Mode::Decode);
     let x_desc = match rows.iter().find(|row| row.kv_len != row.q_len) {
+        _ if is_decode => "keys".to_owned(),
         Some(row) => format!("queries (of {} keys)", row.kv_len),
         None => "queries = keys".to_owned(),
     };
+    let y_desc = if is_decode { "GB/s of K and V" } else { "GFLOP/s on visible scores" };
     chart
         .configure_mesh()
         .x_desc(x_desc)
-        .y_desc("GFLOP/s on visible scores")
+        .y_desc(y_desc)
         .axis_desc_style(style(14))
         .label_style(style(13))
         .x_labels(usize::MAX)
         .x_label_formatter(&|len| format!("{len:.0}"))
-        .y_label_formatter(&|gflops| format!("{gflops:.0}"))
+        .y_label_formatter(&|rate| format!("{rate:.0}"))
         .light_line_style(TRANSPARENT)
         .draw()?;
 
@@ -101,28 +105,34 @@ pub fn svg(title: &str, rows: &[Row]) -> crate::Result<String> {
     Ok(svg)
 }
 
-/// The peak, then for each `head_dim` attention and, where it was measured, the baseline.
+/// The limit, then for each `head_dim` attention and, where it was measured, the baseline.
 fn lines(rows: &[Row]) -> Vec<Line> {
-    let mut peak = BTreeMap::new();
+    let mut limit = BTreeMap::new();
     let mut head_dims = Vec::new();
+    let len_of = |row: &Row| if row.memory.is_some() { row.kv_len } else { row.q_len };
     for row in rows {
-        let best = peak.entry(row.q_len).or_insert(0.0f64);
-        *best = best.max(row.peak_gflops);
+        let best = limit.entry(len_of(row)).or_insert(0.0f64);
+        *best = best.max(row.memory.map_or(row.peak_gflops, |memory| memory.read_gbytes_per_second));
         if !head_dims.contains(&row.head_dim) {
             head_dims.push(row.head_dim);
         }
     }
-    let points = peak.into_iter().map(|(q_len, gflops)| (q_len as f64, gflops)).collect();
-    let mut lines = vec![Line { name: "measured peak".into(), color: PEAK_COLOR, is_dashed: false, points }];
+    let points = limit.into_iter().map(|(len, rate)| (len as f64, rate)).collect();
+    let name = if rows.iter().any(|row| row.memory.is_some()) { "read bandwidth" } else { "measured peak" };
+    let mut lines = vec![Line { name: name.into(), color: LIMIT_COLOR, is_dashed: false, points }];
     for (head_dim, &color) in head_dims.into_iter().zip(COLORS.iter().cycle()) {
-        let line = |name: &str, is_dashed: bool, gflops: &dyn Fn(&Row) -> Option<f64>| {
+        let line = |name: &str, is_dashed: bool, seconds: &dyn Fn(&Row) -> Option<f64>| {
             let of_dim = rows.iter().filter(|row| row.head_dim == head_dim);
-            let mut points: Vec<_> = of_dim.filter_map(|row| Some((row.q_len as f64, gflops(row)?))).collect();
+            let rate = |row: &Row| {
+                let work = row.memory.map_or(row.visible_flops as f64, |memory| memory.kv_bytes as f64);
+                Some((len_of(row) as f64, work / seconds(row)? / 1e9))
+            };
+            let mut points: Vec<_> = of_dim.filter_map(rate).collect();
             points.sort_by(|a, b| a.0.total_cmp(&b.0));
             Line { name: format!("head_dim {head_dim}{name}"), color, is_dashed, points }
         };
-        lines.push(line("", false, &|row| Some(row.gflops)));
-        lines.push(line(", unfused", true, &|row| Some(row.visible_flops as f64 / row.unfused_seconds? / 1e9)));
+        lines.push(line("", false, &|row| Some(row.seconds)));
+        lines.push(line(", unfused", true, &|row| row.unfused_seconds));
     }
     lines.retain(|line| !line.points.is_empty());
     lines

@@ -17,7 +17,8 @@ use fused_attention::{AttentionError, AttentionInputs, AttentionShape, Instructi
 use pulp::{Simd, WithSimd};
 
 use crate::args::{Layout, MaskKind};
-use crate::inputs::{filled, view_mut};
+use crate::inputs::view_mut;
+use crate::memory::filled;
 use crate::threads::Threads;
 use crate::vectors::run_with;
 
