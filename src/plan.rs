@@ -1,14 +1,15 @@
 //! How a call will be cut: blocks, tasks, workspace. Public tier three.
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
 use crate::task::Call;
 use crate::workspace::ScratchSizes;
 use crate::{
-    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element, InstructionSet,
-    Workspace, schedule,
+    Accumulator, AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element,
+    InstructionSet, Workspace, schedule,
 };
 
 /// Calls of fewer floating-point operations (`2 * (head_dim + value_dim)` for every visible score) run on the calling
@@ -49,8 +50,11 @@ const TASKS_PER_THREAD: usize = 4;
 /// println!("{plan}");
 /// # Ok::<(), AttentionError>(())
 /// ```
+///
+/// Scores and output are accumulated in `A`: `f32` where the tensors are of `f32` or 16 bits, which is what [`new`](Self::new) plans, `f64`
+/// where they are of `f64`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct AttentionPlan {
+pub struct AttentionPlan<A = f32> {
     pub(crate) shape: AttentionShape,
     pub(crate) visible: VisibleKeys,
     pub(crate) softmax_scale: f64,
@@ -58,6 +62,7 @@ pub struct AttentionPlan {
     pub(crate) blocks: Blocks,
     threads: usize,
     scratch: ScratchSizes,
+    accumulator: PhantomData<A>,
 }
 
 /// Which way rows are computed.
@@ -84,13 +89,13 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    fn new(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
+    fn new<A>(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
         let rows = shape.q_len.checked_mul(shape.group_size())?;
         let path = if rows <= MAX_DECODE_ROWS { Path::Decode } else { Path::Prefill };
         let panel_rows = if path == Path::Decode { 1 } else { tiles.panel_rows() };
         let panels = rows.div_ceil(panel_rows);
         let heads = shape.batch.checked_mul(shape.num_kv_heads)?;
-        let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<f32>())?;
+        let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<A>())?;
         let most_rows = MAX_TASK_ROWS.min(MAX_ROW_BYTES / row_bytes);
         // Fewer rows where the heads alone do not give every thread its tasks. Rows are independent of one another,
         // so this may depend on the thread count without changing a bit.
@@ -107,16 +112,41 @@ impl Blocks {
 }
 
 impl AttentionPlan {
-    /// Plans calls of this shape.
+    /// Plans calls of this shape that accumulate in `f32`: on tensors of `f32`, `f16` and `bf16`.
+    ///
+    /// # Errors
+    /// See [`with_accumulator`](Self::with_accumulator).
+    pub fn new(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
+        Self::with_accumulator(shape, config)
+    }
+}
+
+impl<A: Accumulator> AttentionPlan<A> {
+    /// Plans calls of this shape that accumulate in `A`.
+    ///
+    /// ```
+    /// use fused_attention::*;
+    /// let shape = AttentionShape {
+    ///     batch: 1, num_heads: 1, num_kv_heads: 1, q_len: 3, kv_len: 3, head_dim: 2, value_dim: 2,
+    /// };
+    /// let plan = AttentionPlan::<f64>::with_accumulator(&shape, &AttentionConfig::causal())?;
+    /// let mut workspace = Workspace::for_plan(&plan)?;
+    /// let (x, mut out) = ([0.5f64; 6], [0.0; 6]);
+    /// let view = TensorView::from_bhsd(&x, [1, 1, 3, 2])?;
+    /// let mut outputs = AttentionOutputs::new(TensorViewMut::from_bhsd(&mut out, [1, 1, 3, 2])?);
+    /// plan.run(&AttentionInputs::new(view, view, view), &mut outputs, &mut workspace)?;
+    /// assert_eq!(out, x);
+    /// # Ok::<(), AttentionError>(())
+    /// ```
     ///
     /// # Errors
     /// [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`], [`AttentionError::InvalidSoftmaxScale`],
     /// [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
     /// about instruction sets where the environment asks for one that is not there.
-    pub fn new(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
+    pub fn with_accumulator(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
         shape.check()?;
         let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt());
-        if !(softmax_scale as f32).is_finite() {
+        if !A::from_f64(softmax_scale).to_f64().is_finite() {
             return Err(AttentionError::InvalidSoftmaxScale { value: softmax_scale });
         }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
@@ -128,24 +158,25 @@ impl AttentionPlan {
             if flops < u128::from(SERIAL_BELOW_FLOPS) { 1 } else { schedule::max_threads(config.parallelism) };
 
         let planned = || {
-            let blocks = Blocks::new(shape, instruction_set.tile_sizes(), threads)?;
+            let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), threads)?;
             let tasks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
             let threads = threads.min(tasks).max(1);
             let scratch = ScratchSizes::new(shape, &blocks)?;
-            scratch.thread_bytes::<f32>()?.checked_mul(threads).filter(|&bytes| bytes <= isize::MAX as usize)?;
+            scratch.thread_bytes::<A>()?.checked_mul(threads).filter(|&bytes| bytes <= isize::MAX as usize)?;
             Some((blocks, threads, scratch))
         };
         let (blocks, threads, scratch) = planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
-        Ok(Self { shape: *shape, visible, softmax_scale, instruction_set, blocks, threads, scratch })
+        let accumulator = PhantomData;
+        Ok(Self { shape: *shape, visible, softmax_scale, instruction_set, blocks, threads, scratch, accumulator })
     }
 
     /// Bytes of workspace that [`run`](Self::run) needs.
     ///
     /// ```text
-    /// threads * 4 * (rows * (head_dim + value_dim + 2) + panel_rows * (kv_block + 1)
-    ///                + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
+    /// threads * size * (rows * (head_dim + value_dim + 2) + panel_rows * (kv_block + 1)
+    ///                   + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
     /// ```
-    /// with each of the eight arrays rounded up to 64 bytes; at most 512 `rows` and 192 keys in a `kv_block`; and rows
+    /// with `size` the bytes of an accumulator, 4 or 8; each of the eight arrays rounded up to 64 bytes; at most 512 `rows` and 192 keys in a `kv_block`; and rows
     /// such that Q and output take at most 1 MiB or one panel (1 row for the few rows of a decode step, else 8 to 32).
     /// So it grows with neither `q_len` nor `kv_len` beyond those, and is below 2 MiB a thread for `head_dim + value_dim
     /// <= 512`. 0 where there is nothing to compute.
@@ -154,7 +185,7 @@ impl AttentionPlan {
     }
 
     fn thread_bytes(&self) -> usize {
-        self.scratch.thread_bytes::<f32>().expect("checked when the plan was made")
+        self.scratch.thread_bytes::<A>().expect("checked when the plan was made")
     }
 
     /// Tasks of a call; fits, as was checked when the plan was made.
@@ -167,7 +198,7 @@ impl AttentionPlan {
     /// # Errors
     /// [`AttentionError::PlanShapeMismatch`] and [`AttentionError::WorkspaceTooSmall`], and what
     /// [`attention`](crate::attention()) says of tensors that do not fit together; nothing is written then.
-    pub fn run<T: Element, K: Element<Acc = T::Acc>>(
+    pub fn run<T: Element<Acc = A>, K: Element<Acc = A>>(
         &self,
         inputs: &AttentionInputs<'_, T, K>,
         outputs: &mut AttentionOutputs<'_, T>,
@@ -215,7 +246,7 @@ impl AttentionPlan {
     }
 }
 
-impl fmt::Display for AttentionPlan {
+impl<A: Accumulator> fmt::Display for AttentionPlan<A> {
     /// One line: the path, the instruction set, the blocks, the threads, the workspace.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Blocks { path, panel_rows, task_rows, kv_block, .. } = self.blocks;
@@ -238,27 +269,34 @@ mod tests {
 
     #[test]
     fn workspace_len_follows_the_documented_formula() {
-        for (q_len, kv_len, head_dim, value_dim) in
-            [(1, 1, 1, 1), (3, 500, 20, 20), (40, 40, 65, 65), (700, 900, 64, 128), (5000, 7, 256, 256)]
-        {
-            let shape = AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
-            let plan = AttentionPlan::new(&shape, &AttentionConfig::causal()).unwrap();
-            let Blocks { panel_rows, task_rows: rows, kv_block, .. } = plan.blocks;
-            let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
-            let arrays = [
-                rows * head_dim,
-                rows * value_dim,
-                rows,
-                rows,
-                panel_rows,
-                panel_rows * kv_block,
-                kv_block * k,
-                kv_block * v,
-            ];
-            let bytes: usize = arrays.iter().map(|len| (4 * len).next_multiple_of(64)).sum();
-            assert_eq!(plan.workspace_len(), plan.threads() * bytes, "{shape:?}");
-            assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);
-            assert!(4 * rows * (head_dim + value_dim) <= MAX_ROW_BYTES || rows <= panel_rows);
+        fn check<A: Accumulator>() {
+            for (q_len, kv_len, head_dim, value_dim) in
+                [(1, 1, 1, 1), (3, 500, 20, 20), (40, 40, 65, 65), (700, 900, 64, 128), (5000, 7, 256, 256)]
+            {
+                let shape =
+                    AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
+                let plan = AttentionPlan::<A>::with_accumulator(&shape, &AttentionConfig::causal()).unwrap();
+                let Blocks { panel_rows, task_rows: rows, kv_block, .. } = plan.blocks;
+                let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
+                let arrays = [
+                    rows * head_dim,
+                    rows * value_dim,
+                    rows,
+                    rows,
+                    panel_rows,
+                    panel_rows * kv_block,
+                    kv_block * k,
+                    kv_block * v,
+                ];
+                let size = size_of::<A>();
+                let bytes: usize = arrays.iter().map(|len| (size * len).next_multiple_of(64)).sum();
+                assert_eq!(plan.workspace_len(), plan.threads() * bytes, "{shape:?}");
+                assert!(bytes <= 2 << 20, "{shape:?}");
+                assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);
+                assert!(size * rows * (head_dim + value_dim) <= MAX_ROW_BYTES || rows <= panel_rows);
+            }
         }
+        check::<f32>();
+        check::<f64>();
     }
 }

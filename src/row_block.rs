@@ -4,10 +4,10 @@
 //! group_size + r % group_size`. Neighbouring rows see nearly the same keys, and a few queries of a large group still
 //! fill the lanes.
 
-use crate::AttentionPlan;
 use crate::kernels::MAX_DECODE_ROWS;
 use crate::mask::VisibleKeys;
 use crate::workspace::Scratch;
+use crate::{Accumulator, AttentionPlan};
 
 /// A task: a block of rows of one (batch, KV head).
 pub(crate) struct RowBlock {
@@ -22,7 +22,7 @@ pub(crate) struct RowBlock {
 
 impl RowBlock {
     /// Task `task` of a plan, counted from the heaviest: the last rows of every head come first.
-    pub(crate) fn new(plan: &AttentionPlan, task: usize) -> Self {
+    pub(crate) fn new<A: Accumulator>(plan: &AttentionPlan<A>, task: usize) -> Self {
         let heads = plan.shape.batch * plan.shape.num_kv_heads;
         let (row_block, head) = (plan.blocks.row_blocks - 1 - task / heads, task % heads);
         let first_row = row_block * plan.blocks.task_rows;

@@ -8,7 +8,7 @@ use aligned_vec::{AVec, ConstAlign};
 
 use crate::kernels::lane::Lane;
 use crate::plan::Blocks;
-use crate::{AttentionError, AttentionPlan, AttentionShape};
+use crate::{Accumulator, AttentionError, AttentionPlan, AttentionShape};
 
 /// One cache line, and one AVX-512 vector.
 pub(crate) const ALIGN_BYTES: usize = 64;
@@ -29,7 +29,7 @@ impl Workspace {
     ///
     /// # Errors
     /// [`AttentionError::AllocationFailed`].
-    pub fn for_plan(plan: &AttentionPlan) -> Result<Self, AttentionError> {
+    pub fn for_plan<A: Accumulator>(plan: &AttentionPlan<A>) -> Result<Self, AttentionError> {
         let mut workspace = Self::new();
         workspace.reserve(plan)?;
         Ok(workspace)
@@ -39,7 +39,7 @@ impl Workspace {
     ///
     /// # Errors
     /// [`AttentionError::AllocationFailed`]; the workspace is empty then.
-    pub fn reserve(&mut self, plan: &AttentionPlan) -> Result<(), AttentionError> {
+    pub fn reserve<A: Accumulator>(&mut self, plan: &AttentionPlan<A>) -> Result<(), AttentionError> {
         let needed = plan.workspace_len();
         if self.bytes.len() < needed {
             // The old contents are of no use: free them first, so that the peak is one buffer.
