@@ -4,8 +4,8 @@
 //! [`exp`](super::exp), which says why there is a factor of 2 and why NaN is safe, but:
 //! 1. `n ln(2)` is subtracted in two parts. The first has 33 bits, so that `n` times it is exact even where multiply-add is not
 //!    fused; what is lost of `r` is its last rounding.
-//! 2. `p` has degree 11, with `p(0) = 2` and `p'(0) = 2` exactly: relative error 1.1e-17 as rounded. Largest error of e^x: 0.80 ULP,
-//!    0.87 where multiply-add is not fused.
+//! 2. `p` has degree 11, with `p(0) = 2` and `p'(0) = 2` exactly: relative error 1.1e-17 as rounded. Largest error of e^x: 0.88 ULP,
+//!    1.20 where multiply-add is not fused.
 //! 3. The `Simd` trait shifts 32-bit lanes alone. `n + 1.5 * 2^20` has its integer in the low bits of its upper half and zeros in its
 //!    lower one, so shifting both halves by 20 builds the exponent field.
 //! 4. Up to -708.05 the result is exactly 0, and nothing gives a subnormal.
@@ -95,7 +95,7 @@ mod tests {
 
     /// As stated at the top of the file.
     fn stated_ulp(set: InstructionSet) -> f64 {
-        if set.name().starts_with("portable") { 0.87 } else { 0.80 }
+        if set.name().starts_with("portable") { 1.20 } else { 0.88 }
     }
 
     /// A number as the sum of two: some 100 bits.
