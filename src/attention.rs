@@ -91,7 +91,7 @@ pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
     inputs: &AttentionInputs<'_, T, K>,
     config: &AttentionConfig,
 ) -> Result<Vec<T>, AttentionError> {
-    let plan = AttentionPlan::new(&AttentionShape::of(inputs)?, config)?;
+    let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *plan.shape();
     let shape = [batch, num_heads, q_len, value_dim];
     let overflow = AttentionError::PlanOverflow { shape: *plan.shape() };
@@ -136,13 +136,13 @@ pub fn attention_into<T: Element, K: Element<Acc = T::Acc>>(
     outputs: &mut AttentionOutputs<'_, T>,
     config: &AttentionConfig,
 ) -> Result<(), AttentionError> {
-    let plan = AttentionPlan::new(&AttentionShape::of(inputs)?, config)?;
+    let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
     run_with_thread_workspace(&plan, inputs, outputs)
 }
 
 fn run_with_thread_workspace<T: Element, K: Element<Acc = T::Acc>>(
-    plan: &AttentionPlan,
+    plan: &AttentionPlan<T::Acc>,
     inputs: &AttentionInputs<'_, T, K>,
     outputs: &mut AttentionOutputs<'_, T>,
 ) -> Result<(), AttentionError> {

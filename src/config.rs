@@ -17,8 +17,8 @@ use crate::InstructionSet;
 pub struct AttentionConfig {
     /// Which keys a query sees.
     pub mask: Mask,
-    /// Factor on Q K^T. `None` (default) is `1 / sqrt(head_dim)`. Any value that is finite in f32 is legal, 0 and
-    /// negative ones included.
+    /// Factor on Q K^T. `None` (default) is `1 / sqrt(head_dim)`. Any value that is finite in the accumulator's type
+    /// (f32, or f64 for tensors of f64) is legal, 0 and negative ones included.
     pub softmax_scale: Option<f64>,
     /// On which side of a shorter sequence the padding lies, where the inputs give
     /// [lengths](crate::AttentionInputs::with_kv_lens). Default: [`KvPadding::Right`].

@@ -145,7 +145,13 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         for (row, keys) in keys.iter().enumerate() {
             let edge = keys.start..keys.end.min(left);
             if ROWS > 1 && !edge.is_empty() {
-                self.values::<S, VECTORS, 1>(simd, first + row, edge, (!is_new[row]).then_some([rescale[row]]), no_fetch);
+                self.values::<S, VECTORS, 1>(
+                    simd,
+                    first + row,
+                    edge,
+                    (!is_new[row]).then_some([rescale[row]]),
+                    no_fetch,
+                );
                 (is_new[row], rescale[row]) = (false, A::from_index(1));
             }
         }
@@ -162,7 +168,13 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         for (row, keys) in keys.iter().enumerate() {
             let edge = keys.start.max(right)..keys.end;
             if ROWS > 1 && !edge.is_empty() {
-                self.values::<S, VECTORS, 1>(simd, first + row, edge, (!is_new[row]).then_some([rescale[row]]), no_fetch);
+                self.values::<S, VECTORS, 1>(
+                    simd,
+                    first + row,
+                    edge,
+                    (!is_new[row]).then_some([rescale[row]]),
+                    no_fetch,
+                );
             }
         }
     }

@@ -2,15 +2,20 @@
 
 use half::{bf16, f16};
 
-use crate::InstructionSet;
-use crate::decode::DecodeBlock;
+use crate::kernels::stored::Stored;
+use crate::packing::Packing;
 use crate::task::TaskKernels;
 
-/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, [`f16`](half::f16) and [`bf16`](half::bf16).
+/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, `f64`, [`f16`](half::f16) and
+/// [`bf16`](half::bf16).
 ///
-/// Every element type names the type in which scores, softmax and output are accumulated. All tensors of one
-/// call share that accumulator.
-pub trait Element: Copy + Send + Sync + core::fmt::Debug + sealed::Sealed + 'static {
+/// Every element type names the type in which scores, softmax and output are accumulated: itself, but `f32` for the two of 16 bits.
+/// All tensors of one call share that accumulator, so K and V may be of 16 bits where Q and the output are `f32`, and the other way
+/// round. Converting to the accumulator is exact; the output is rounded once, to the nearest value, ties to even.
+#[allow(private_bounds)] // the vector operations are no part of the public interface
+pub trait Element:
+    Copy + Send + Sync + core::fmt::Debug + Packing<<Self as Element>::Acc> + sealed::Sealed + 'static
+{
     /// The type in which scores and outputs are accumulated, and the type of `logsumexp`.
     type Acc: Accumulator;
 
@@ -30,23 +35,19 @@ pub trait Element: Copy + Send + Sync + core::fmt::Debug + sealed::Sealed + 'sta
     #[doc(hidden)]
     fn as_acc_mut(elements: *mut Self) -> Option<*mut Self::Acc>;
 
-    /// A few rows against a block of keys and values of this type.
-    #[doc(hidden)]
-    #[allow(private_interfaces)] // the kernels are no part of the public interface
-    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, Self::Acc, Self>);
-
     /// The value in double precision (exact), for the reference.
     #[doc(hidden)]
     fn to_f64(self) -> f64;
 }
 
-/// An element type that accumulates in itself. Sealed: `f32`.
+/// An element type that accumulates in itself. Sealed: `f32` and `f64`.
 #[allow(private_bounds)] // the vector operations are no part of the public interface
 pub trait Accumulator: Element<Acc = Self> + TaskKernels {}
 
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
+    impl Sealed for f64 {}
     impl Sealed for half::f16 {}
     impl Sealed for half::bf16 {}
 }
@@ -78,26 +79,52 @@ impl Element for f32 {
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
-
-    #[allow(private_interfaces)]
-    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, f32, f32>) {
-        set.run(block);
-    }
 }
 
 impl Accumulator for f32 {}
+
+impl Element for f64 {
+    type Acc = f64;
+
+    #[inline(always)]
+    fn to_acc(self) -> f64 {
+        self
+    }
+
+    #[inline(always)]
+    fn from_acc(value: f64) -> f64 {
+        value
+    }
+
+    #[inline(always)]
+    fn as_acc(elements: &[f64]) -> Option<&[f64]> {
+        Some(elements)
+    }
+
+    #[inline(always)]
+    fn as_acc_mut(elements: *mut f64) -> Option<*mut f64> {
+        Some(elements)
+    }
+
+    #[inline(always)]
+    fn to_f64(self) -> f64 {
+        self
+    }
+}
+
+impl Accumulator for f64 {}
 
 impl Element for f16 {
     type Acc = f32;
 
     #[inline(always)]
     fn to_acc(self) -> f32 {
-        self.to_f32()
+        self.widen_one()
     }
 
     #[inline(always)]
     fn from_acc(value: f32) -> f16 {
-        f16::from_f32(value)
+        f16::narrow_one(value)
     }
 
     #[inline(always)]
@@ -114,11 +141,6 @@ impl Element for f16 {
     fn to_f64(self) -> f64 {
         f16::to_f64(self)
     }
-
-    #[allow(private_interfaces)]
-    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, f32, f16>) {
-        set.run(block);
-    }
 }
 
 impl Element for bf16 {
@@ -126,12 +148,12 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn to_acc(self) -> f32 {
-        self.to_f32()
+        self.widen_one()
     }
 
     #[inline(always)]
     fn from_acc(value: f32) -> bf16 {
-        bf16::from_f32(value)
+        bf16::narrow_one(value)
     }
 
     #[inline(always)]
@@ -147,10 +169,5 @@ impl Element for bf16 {
     #[inline(always)]
     fn to_f64(self) -> f64 {
         bf16::to_f64(self)
-    }
-
-    #[allow(private_interfaces)]
-    fn decode(set: InstructionSet, block: DecodeBlock<'_, '_, f32, bf16>) {
-        set.run(block);
     }
 }

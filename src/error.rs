@@ -131,8 +131,8 @@ pub enum AttentionError {
         /// Length of the slice.
         found: usize,
     },
-    /// `softmax_scale` is NaN, infinite, or too large for f32.
-    #[error("softmax_scale is {value}, it must be finite in f32 (at most 3.4e38)")]
+    /// `softmax_scale` is NaN, infinite, or too large for the accumulator.
+    #[error("softmax_scale is {value}, it must be finite in the accumulator's type (in f32 at most 3.4e38)")]
     InvalidSoftmaxScale {
         /// The value given.
         value: f64,

@@ -2,7 +2,11 @@
 
 use std::sync::OnceLock;
 
-use pulp::{Scalar128b, Scalar256b, Scalar512b, Simd, WithSimd};
+#[cfg(target_arch = "aarch64")]
+use pulp::aarch64::Neon;
+#[cfg(target_arch = "x86_64")]
+use pulp::x86::{V3, V4};
+use pulp::{NullaryFnOnce, Scalar128b, Scalar256b, Scalar512b, Simd};
 
 use crate::AttentionError;
 use crate::kernels::{TileSizes, WithTiles};
@@ -25,14 +29,51 @@ pub struct InstructionSet(Kind);
 #[derive(Clone, Copy)]
 enum Kind {
     #[cfg(target_arch = "x86_64")]
-    Avx512(pulp::x86::V4),
+    Avx512(V4),
     #[cfg(target_arch = "x86_64")]
-    Avx2(pulp::x86::V3),
+    Avx2(avx2::Avx2),
     #[cfg(target_arch = "aarch64")]
-    Neon(pulp::aarch64::Neon),
+    Neon(Neon),
     Portable(Scalar128b),
     Portable256(Scalar256b),
     Portable512(Scalar512b),
+}
+
+/// What `"avx2"` means: pulp's V3 (AVX2, FMA and what is older), and F16C besides, which converts f16. Every CPU with AVX2 has it; one
+/// without would run the portable set.
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    #![allow(unsafe_code)] // pulp's macro
+
+    pulp::simd_type! {
+        pub(super) struct Avx2 {
+            sse: "sse",
+            sse2: "sse2",
+            fxsr: "fxsr",
+            sse3: "sse3",
+            ssse3: "ssse3",
+            sse4_1: "sse4.1",
+            sse4_2: "sse4.2",
+            popcnt: "popcnt",
+            avx: "avx",
+            avx2: "avx2",
+            bmi1: "bmi1",
+            bmi2: "bmi2",
+            fma: "fma",
+            lzcnt: "lzcnt",
+            f16c: "f16c",
+        }
+    }
+
+    impl Avx2 {
+        /// Without F16C.
+        #[inline(always)]
+        pub(super) fn v3(self) -> pulp::x86::V3 {
+            let Self { sse, sse2, fxsr, sse3, ssse3, sse4_1, sse4_2, .. } = self;
+            let Self { popcnt, avx, avx2, bmi1, bmi2, fma, lzcnt, .. } = self;
+            pulp::x86::V3 { sse, sse2, fxsr, sse3, ssse3, sse4_1, sse4_2, popcnt, avx, avx2, bmi1, bmi2, fma, lzcnt }
+        }
+    }
 }
 
 /// Names of all sets on all machines, in the order of preference.
@@ -40,6 +81,31 @@ const ALL_NAMES: [&str; 6] = ["avx512", "avx2", "neon", "portable", "portable-25
 
 /// The environment variable that chooses the set of a whole process.
 const VARIABLE: &str = "FUSED_ATTENTION_INSTRUCTION_SET";
+
+/// Gives `op` the vectors and tile sizes of one set, the sizes as constants.
+struct Tiled<S, Op, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(S, Op);
+
+impl<S: Simd, Op: WithTiles, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize> NullaryFnOnce
+    for Tiled<S, Op, TILE, SHORT, ROW_VECTORS>
+{
+    type Output = Op::Output;
+    #[inline(always)]
+    fn call(self) -> Op::Output {
+        self.1.run::<S, TILE, SHORT, ROW_VECTORS>(self.0)
+    }
+}
+
+macro_rules! tiled {
+    ($simd:expr, $set:ident, $sizes:expr, $op:expr) => {
+        Tiled::<$set, _, { $sizes.tile }, { $sizes.short }, { $sizes.row_vectors }>($simd, $op)
+    };
+}
+
+macro_rules! dispatch {
+    ($simd:expr, $set:ident, $sizes:expr, $op:expr) => {
+        Simd::vectorize($simd, tiled!($simd, $set, $sizes, $op))
+    };
+}
 
 impl InstructionSet {
     /// The best set that this CPU has.
@@ -83,11 +149,11 @@ impl InstructionSet {
     fn by_name(name: &str) -> Option<Self> {
         Some(Self(match name {
             #[cfg(target_arch = "x86_64")]
-            "avx512" => Kind::Avx512(pulp::x86::V4::try_new()?),
+            "avx512" => Kind::Avx512(V4::try_new()?),
             #[cfg(target_arch = "x86_64")]
-            "avx2" => Kind::Avx2(pulp::x86::V3::try_new()?),
+            "avx2" => Kind::Avx2(avx2::Avx2::try_new()?),
             #[cfg(target_arch = "aarch64")]
-            "neon" => Kind::Neon(pulp::aarch64::Neon::try_new()?),
+            "neon" => Kind::Neon(Neon::try_new()?),
             "portable" => Kind::Portable(Scalar128b),
             "portable-256" => Kind::Portable256(Scalar256b),
             "portable-512" => Kind::Portable512(Scalar512b),
@@ -124,7 +190,7 @@ impl InstructionSet {
         }
     }
 
-    /// Tile sizes of this set, the same that [`run`](Self::run) hands to the kernels.
+    /// Tile sizes of this set in f32, the same that [`run`](Self::run) hands to the kernels.
     pub(crate) fn tile_sizes(self) -> TileSizes {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -139,43 +205,52 @@ impl InstructionSet {
         }
     }
 
-    /// Runs `op` with this set's vectors and tile sizes, compiled with its target features.
-    #[inline]
-    pub(crate) fn run<Op: WithTiles>(self, op: Op) -> Op::Output {
-        use crate::kernels::TileSizes as T;
-        /// Gives `op` the tile sizes of one set, as constants.
-        struct Tiled<S, Op, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(S, Op);
-        impl<S: Simd, Op: WithTiles, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize> WithSimd
-            for Tiled<S, Op, TILE, SHORT, ROW_VECTORS>
-        {
-            type Output = Op::Output;
-            #[inline(always)]
-            fn with_simd<Same: Simd>(self, _: Same) -> Op::Output {
-                self.1.run::<S, TILE, SHORT, ROW_VECTORS>(self.0)
-            }
-        }
-        macro_rules! dispatch {
-            ($simd:expr, $set:ident, $sizes:ident) => {
-                Simd::vectorize(
-                    $simd,
-                    Tiled::<$set, Op, { T::$sizes.tile }, { T::$sizes.short }, { T::$sizes.row_vectors }>($simd, op),
-                )
-            };
-        }
-        #[cfg(target_arch = "aarch64")]
-        use pulp::aarch64::Neon;
-        #[cfg(target_arch = "x86_64")]
-        use pulp::x86::{V3, V4};
+    /// Tile sizes of this set in f64, the same that [`run_f64`](Self::run_f64) hands to the kernels.
+    pub(crate) fn tile_sizes_f64(self) -> TileSizes {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(simd) => dispatch!(simd, V4, AVX512),
+            Kind::Avx512(_) => TileSizes::AVX512_F64,
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2(simd) => dispatch!(simd, V3, AVX2),
+            Kind::Avx2(_) => TileSizes::AVX2_F64,
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon(simd) => dispatch!(simd, Neon, NEON),
-            Kind::Portable(simd) => dispatch!(simd, Scalar128b, PORTABLE),
-            Kind::Portable256(simd) => dispatch!(simd, Scalar256b, PORTABLE_256),
-            Kind::Portable512(simd) => dispatch!(simd, Scalar512b, PORTABLE_512),
+            Kind::Neon(_) => TileSizes::NEON_F64,
+            Kind::Portable(_) => TileSizes::PORTABLE_F64,
+            Kind::Portable256(_) => TileSizes::PORTABLE_256_F64,
+            Kind::Portable512(_) => TileSizes::PORTABLE_512_F64,
+        }
+    }
+
+    /// Runs `op` with this set's vectors and tile sizes for f32, compiled with its target features.
+    #[inline]
+    pub(crate) fn run<Op: WithTiles>(self, op: Op) -> Op::Output {
+        use TileSizes as T;
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => dispatch!(simd, V4, T::AVX512, op),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => simd.vectorize(tiled!(simd.v3(), V3, T::AVX2, op)),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(simd) => dispatch!(simd, Neon, T::NEON, op),
+            Kind::Portable(simd) => dispatch!(simd, Scalar128b, T::PORTABLE, op),
+            Kind::Portable256(simd) => dispatch!(simd, Scalar256b, T::PORTABLE_256, op),
+            Kind::Portable512(simd) => dispatch!(simd, Scalar512b, T::PORTABLE_512, op),
+        }
+    }
+
+    /// As [`run`](Self::run), with the tile sizes for f64.
+    #[inline]
+    pub(crate) fn run_f64<Op: WithTiles>(self, op: Op) -> Op::Output {
+        use TileSizes as T;
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => dispatch!(simd, V4, T::AVX512_F64, op),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => simd.vectorize(tiled!(simd.v3(), V3, T::AVX2_F64, op)),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(simd) => dispatch!(simd, Neon, T::NEON_F64, op),
+            Kind::Portable(simd) => dispatch!(simd, Scalar128b, T::PORTABLE_F64, op),
+            Kind::Portable256(simd) => dispatch!(simd, Scalar256b, T::PORTABLE_256_F64, op),
+            Kind::Portable512(simd) => dispatch!(simd, Scalar512b, T::PORTABLE_512_F64, op),
         }
     }
 }
@@ -190,13 +265,13 @@ pub fn executed_instruction_set(set: InstructionSet) -> &'static str {
         fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, _: S) -> &'static str {
             let set = std::any::TypeId::of::<S>();
             #[cfg(target_arch = "x86_64")]
-            if set == std::any::TypeId::of::<pulp::x86::V4>() {
+            if set == std::any::TypeId::of::<V4>() {
                 return "avx512";
-            } else if set == std::any::TypeId::of::<pulp::x86::V3>() {
+            } else if set == std::any::TypeId::of::<V3>() {
                 return "avx2";
             }
             #[cfg(target_arch = "aarch64")]
-            if set == std::any::TypeId::of::<pulp::aarch64::Neon>() {
+            if set == std::any::TypeId::of::<Neon>() {
                 return "neon";
             }
             match S::F32_LANES {

@@ -18,8 +18,11 @@
 //! one multiply and one add) a term, whatever the tile: a row's bits depend neither on the tile that computed it nor on
 //! its neighbours. (`row`, for tasks of a few rows, sums in the lanes; there a row is alone in any case.)
 
+pub(crate) mod convert;
 pub(crate) mod exp;
+pub(crate) mod exp_f64;
 pub(crate) mod lane;
+pub(crate) mod lane_f64;
 #[cfg(feature = "__panel")]
 pub mod panel;
 pub(crate) mod reduce;
@@ -31,7 +34,7 @@ pub(crate) mod value_tile;
 
 use pulp::Simd;
 
-/// Register and cache blocking of one instruction set.
+/// Register and cache blocking of one instruction set, for one accumulator.
 ///
 /// | set | registers | tile | accumulators | loads per FMA | why |
 /// |---|---|---|---|---|---|
@@ -39,6 +42,9 @@ use pulp::Simd;
 /// | AVX-512 | 32 x 16 | 12 x 2 | 24 | 14 / 24 | 24 + 2 + 1 fit; a panel of 32 rows |
 /// | NEON | 32 x 4 | 6 x 4 | 24 | 10 / 24 | 24 + 4 + 1 fit; loads that broadcast move their pointers on |
 /// | portable | 16 x 4 (SSE2) | 4 x 2 | 8 | 6 / 8 | without FMA every product needs a register of its own |
+///
+/// In f64 a vector has half as many lanes, and a tile the same registers and the same reasons; but rows are packed and unpacked by eights
+/// (`transpose::SIDE`), so on the portable set, of 2 lanes, a tile is 2 x 4.
 ///
 /// `short` is the second tile height: with it every even length from 4 on is covered without a tail of ones and
 /// twos where a tile has 6, every multiple of 4 from 8 on where it has 12. It keeps at
@@ -51,7 +57,7 @@ pub(crate) struct TileSizes {
     pub(crate) short: usize,
     /// Vectors of rows in a tile and in a panel.
     pub(crate) row_vectors: usize,
-    /// Lanes of an f32 vector.
+    /// Lanes of a vector of accumulators.
     pub(crate) lanes: usize,
 }
 
@@ -65,8 +71,15 @@ impl TileSizes {
     pub(crate) const PORTABLE_256: Self = Self { tile: 6, short: 4, row_vectors: 2, lanes: 8 };
     pub(crate) const PORTABLE_512: Self = Self { tile: 12, short: 8, row_vectors: 2, lanes: 16 };
 
+    pub(crate) const AVX512_F64: Self = Self { tile: 12, short: 8, row_vectors: 2, lanes: 8 };
+    pub(crate) const AVX2_F64: Self = Self { tile: 6, short: 4, row_vectors: 2, lanes: 4 };
+    pub(crate) const NEON_F64: Self = Self { tile: 6, short: 4, row_vectors: 4, lanes: 2 };
+    pub(crate) const PORTABLE_F64: Self = Self { tile: 2, short: 2, row_vectors: 4, lanes: 2 };
+    pub(crate) const PORTABLE_256_F64: Self = Self { tile: 6, short: 4, row_vectors: 2, lanes: 4 };
+    pub(crate) const PORTABLE_512_F64: Self = Self { tile: 12, short: 8, row_vectors: 2, lanes: 8 };
+
     /// Rows of a panel.
-    pub(crate) fn panel_rows(&self) -> usize {
+    pub(crate) const fn panel_rows(&self) -> usize {
         self.row_vectors * self.lanes
     }
 }
@@ -82,10 +95,15 @@ pub(crate) const MAX_LANES: usize = 16;
 pub(crate) const MAX_PANEL_ROWS: usize = 32;
 
 const _: () = {
-    let sets = [TileSizes::AVX512, TileSizes::AVX2, TileSizes::NEON, TileSizes::PORTABLE, TileSizes::PORTABLE_512];
+    use transpose::SIDE;
+    type T = TileSizes;
+    let sets = [T::AVX512, T::AVX2, T::NEON, T::PORTABLE, T::PORTABLE_256, T::PORTABLE_512];
+    let sets_f64 = [T::AVX512_F64, T::AVX2_F64, T::NEON_F64, T::PORTABLE_F64, T::PORTABLE_256_F64, T::PORTABLE_512_F64];
     let mut set = 0;
     while set < sets.len() {
-        assert!(sets[set].row_vectors * sets[set].lanes <= MAX_PANEL_ROWS && sets[set].lanes <= MAX_LANES);
+        assert!(sets[set].panel_rows() <= MAX_PANEL_ROWS && sets[set].lanes <= MAX_LANES);
+        assert!(sets_f64[set].panel_rows() <= MAX_PANEL_ROWS && 2 * sets_f64[set].lanes == sets[set].lanes);
+        assert!(sets[set].panel_rows().is_multiple_of(SIDE) && sets_f64[set].panel_rows().is_multiple_of(SIDE));
         set += 1;
     }
 };
@@ -125,6 +143,7 @@ mod tests {
         check::<6, 4>();
         check::<12, 8>();
         check::<4, 4>();
+        check::<2, 2>();
         assert_eq!(split_tiles::<6, 4>(64), (10, 1, 0));
         assert_eq!(split_tiles::<6, 4>(128), (20, 2, 0));
         assert_eq!(split_tiles::<12, 8>(64), (4, 2, 0));
@@ -135,15 +154,17 @@ mod tests {
     fn lanes_are_those_of_the_vectors() {
         struct Lanes;
         impl WithTiles for Lanes {
-            type Output = (usize, usize, usize, usize);
+            type Output = [usize; 5];
             fn run<S: Simd, const T: usize, const H: usize, const V: usize>(self, _: S) -> Self::Output {
-                (T, H, V, S::F32_LANES)
+                [T, H, V, S::F32_LANES, S::F64_LANES]
             }
         }
         for name in ["avx512", "avx2", "neon", "portable", "portable-256", "portable-512"] {
             let Ok(set) = crate::InstructionSet::from_name(name) else { continue };
-            let sizes = set.tile_sizes();
-            assert_eq!(set.run(Lanes), (sizes.tile, sizes.short, sizes.row_vectors, sizes.lanes), "{name}");
+            let TileSizes { tile, short, row_vectors, lanes } = set.tile_sizes();
+            assert_eq!(set.run(Lanes), [tile, short, row_vectors, lanes, lanes / 2], "{name}");
+            let TileSizes { tile, short, row_vectors, lanes } = set.tile_sizes_f64();
+            assert_eq!(set.run_f64(Lanes), [tile, short, row_vectors, 2 * lanes, lanes], "{name}");
         }
     }
 }

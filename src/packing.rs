@@ -1,51 +1,98 @@
-//! Moving rows between the tensors' memory and the kernels' layouts.
+//! Moving rows between the tensors' memory and the kernels' layouts, and elements between the tensors' types and the accumulator.
+//!
+//! Elements that are no accumulators, or are no neighbours in memory, pass through a few KiB of stack: a row at a time is converted,
+//! so that what follows (or comes before) is the same for every type and stride.
 
 #![allow(unsafe_code)]
 
+use half::{bf16, f16};
 use pulp::Simd;
 
-use crate::Element;
+use crate::InstructionSet;
+use crate::decode::DecodeBlock;
 use crate::kernels::lane::{Lane, as_rows};
+use crate::kernels::stored::Stored;
 use crate::kernels::transpose::SIDE;
-use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
+use crate::kernels::{MAX_LANES, MAX_PANEL_ROWS, WithTiles};
 use crate::row_block::RowBlock;
 use crate::tensor::Layout;
 
-/// Copies `keys` rows of `dim` elements to contiguous accumulators; the rows of `to` lie `to.len() / keys` apart.
-pub(crate) fn pack_keys<T: Element>(
-    from: &[T],
-    [key_stride, dim_stride]: [usize; 2],
-    [keys, dim]: [usize; 2],
-    to: &mut [T::Acc],
-) {
-    let to_stride = to.len() / keys;
-    for (key, to) in to.chunks_exact_mut(to_stride).enumerate() {
-        let from = &from[key * key_stride..];
-        if dim_stride == 1 {
-            for (to, from) in to[..dim].iter_mut().zip(from) {
-                *to = from.to_acc();
+/// The vector code of a task that moves elements, for one element type and its accumulator. Not generic, for the same reason as
+/// [`TaskKernels`](crate::task::TaskKernels).
+pub(crate) trait Packing<A: Lane>: Stored<A> {
+    fn pack_q(set: InstructionSet, op: PackQ<'_, Self, A>);
+    fn pack_keys(set: InstructionSet, op: PackKeys<'_, Self, A>);
+    fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self, A>);
+    /// A few rows against keys and values of this type.
+    fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, A, Self>);
+}
+
+macro_rules! packing {
+    ($element:ty => $accumulator:ty, $run:ident) => {
+        impl Packing<$accumulator> for $element {
+            fn pack_q(set: InstructionSet, op: PackQ<'_, $element, $accumulator>) {
+                set.$run(op);
             }
-        } else {
-            for (i, to) in to[..dim].iter_mut().enumerate() {
-                *to = from[i * dim_stride].to_acc();
+            fn pack_keys(set: InstructionSet, op: PackKeys<'_, $element, $accumulator>) {
+                set.$run(op);
             }
+            fn unpack_out(set: InstructionSet, op: UnpackOut<'_, $element, $accumulator>) {
+                set.$run(op);
+            }
+            fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, $accumulator, $element>) {
+                set.$run(op);
+            }
+        }
+    };
+}
+
+packing!(f32 => f32, run);
+packing!(f16 => f32, run);
+packing!(bf16 => f32, run);
+packing!(f64 => f64, run_f64);
+
+/// Dims of `SIDE` rows that pass through the stack at a time: 2 KiB in f32.
+const CHUNK: usize = 64;
+
+/// Copies a block of keys (or values) to contiguous accumulators.
+pub(crate) struct PackKeys<'a, T, A> {
+    pub(crate) from: &'a [T],
+    pub(crate) key_stride: usize,
+    pub(crate) dim_stride: usize,
+    pub(crate) keys: usize,
+    pub(crate) dim: usize,
+    /// `[keys][to_stride]`
+    pub(crate) to: &'a mut [A],
+    pub(crate) to_stride: usize,
+}
+
+impl<T: Stored<A>, A: Lane> WithTiles for PackKeys<'_, T, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
+        let Self { from, key_stride, dim_stride, keys, dim, to, to_stride } = self;
+        for (key, to) in to.chunks_exact_mut(to_stride).take(keys).enumerate() {
+            let from = &from[key * key_stride..][..(dim - 1) * dim_stride + 1];
+            // SAFETY: `from` has just been cut to `dim` elements at `dim_stride`.
+            unsafe { widen_row::<S, T, A>(simd, from.as_ptr(), dim_stride, &mut to[..dim]) };
         }
     }
 }
 
 /// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. Lanes past the
 /// last row hold copies of it or zeros; nobody reads their results.
-pub(crate) struct PackQ<'a, A> {
+pub(crate) struct PackQ<'a, T, A> {
     pub(crate) task: &'a RowBlock,
-    /// Valid for reading at every index inside the layout; unit last stride.
-    pub(crate) q: *const A,
+    /// Valid for reading at every index inside the layout.
+    pub(crate) q: *const T,
     pub(crate) layout: Layout,
     pub(crate) scale: A,
     /// `[panels][head_dim][panel_rows]`
     pub(crate) q_panels: &'a mut [A],
 }
 
-impl<A: Lane> WithTiles for PackQ<'_, A> {
+impl<T: Stored<A>, A: Lane> WithTiles for PackQ<'_, T, A> {
     type Output = ();
 
     #[inline(always)]
@@ -68,24 +115,11 @@ impl<A: Lane> WithTiles for PackQ<'_, A> {
                     continue;
                 }
                 // SAFETY: the index is inside the layout, where `q` is valid.
-                let from: [*const A; SIDE] = core::array::from_fn(|i| unsafe {
+                let from: [*const T; SIDE] = core::array::from_fn(|i| unsafe {
                     q.add(layout.offset(task.index((first_row + lane + i).min(task.rows - 1))))
                 });
-                let mut p = 0;
-                while p + SIDE <= head_dim {
-                    let to = q_panel[p * panel_rows + lane..][..(SIDE - 1) * panel_rows + SIDE].as_mut_ptr();
-                    let to: [*mut A; SIDE] = core::array::from_fn(|i| to.wrapping_add(i * panel_rows));
-                    // SAFETY: `p + SIDE <= head_dim`, the length of a row; `to` has just been cut to its 8 rows.
-                    unsafe { A::transpose(simd, from.map(|row| row.add(p)), &to) };
-                    p += SIDE;
-                }
-                while p < head_dim {
-                    for (to, from) in q_panel[p * panel_rows + lane..][..SIDE].iter_mut().zip(from) {
-                        // SAFETY: `p < head_dim`, the length of a row.
-                        *to = unsafe { *from.add(p) };
-                    }
-                    p += 1;
-                }
+                // SAFETY: rows of `head_dim` elements at the layout's last stride are valid.
+                unsafe { pack_rows::<S, T, A>(simd, from, layout.strides[3], &mut q_panel[lane..], panel_rows) };
             }
             for q in as_rows::<S, A, ROW_VECTORS>(q_panel).as_flattened_mut() {
                 *q = A::mul(simd, *q, scale);
@@ -94,19 +128,108 @@ impl<A: Lane> WithTiles for PackQ<'_, A> {
     }
 }
 
+/// `SIDE` rows into as many lanes of a panel that starts with the first of them; its rows end at the panel's end.
+///
+/// # Safety
+/// Each of `from` must be valid for reading as many elements at `stride` as `panel` has (begun) rows of `panel_rows`.
+#[inline(always)]
+unsafe fn pack_rows<S: Simd, T: Stored<A>, A: Lane>(
+    simd: S,
+    from: [*const T; SIDE],
+    stride: usize,
+    panel: &mut [A],
+    panel_rows: usize,
+) {
+    let head_dim = panel.len().div_ceil(panel_rows);
+    if T::IS_ACCUMULATOR && stride == 1 {
+        // SAFETY: valid for `head_dim` accumulators, as `T` is `A`.
+        return unsafe { transpose_rows::<S, A>(simd, from.map(|row| row.cast()), panel, panel_rows) };
+    }
+    let mut chunk = [[A::ZERO; CHUNK]; SIDE];
+    for first_dim in (0..head_dim).step_by(CHUNK) {
+        let dims = CHUNK.min(head_dim - first_dim);
+        let panel = &mut panel[first_dim * panel_rows..];
+        for (chunk, row) in chunk.iter_mut().zip(from) {
+            // SAFETY: `first_dim + dims <= head_dim`.
+            unsafe { widen_row::<S, T, A>(simd, row.wrapping_add(first_dim * stride), stride, &mut chunk[..dims]) };
+        }
+        let end = panel.len().min((dims - 1) * panel_rows + SIDE);
+        let mut rows = [core::ptr::null(); SIDE];
+        for (row, chunk) in rows.iter_mut().zip(&chunk) {
+            *row = chunk.as_ptr();
+        }
+        // SAFETY: `dims` elements of each row of the chunk, and as many begun rows of the panel.
+        unsafe { transpose_rows::<S, A>(simd, rows, &mut panel[..end], panel_rows) };
+    }
+}
+
+/// As [`pack_rows`] for contiguous accumulators.
+///
+/// # Safety
+/// As [`pack_rows`].
+#[inline(always)]
+unsafe fn transpose_rows<S: Simd, A: Lane>(simd: S, from: [*const A; SIDE], panel: &mut [A], panel_rows: usize) {
+    let head_dim = panel.len().div_ceil(panel_rows);
+    let mut p = 0;
+    while p + SIDE <= head_dim {
+        let to = panel[p * panel_rows..][..(SIDE - 1) * panel_rows + SIDE].as_mut_ptr();
+        let to: [*mut A; SIDE] = core::array::from_fn(|i| to.wrapping_add(i * panel_rows));
+        // SAFETY: `p + SIDE <= head_dim`, the length of a row; `to` has just been cut to its 8 rows.
+        unsafe { A::transpose(simd, from.map(|row| row.add(p)), &to) };
+        p += SIDE;
+    }
+    while p < head_dim {
+        for (to, from) in panel[p * panel_rows..][..SIDE].iter_mut().zip(from) {
+            // SAFETY: `p < head_dim`, the length of a row.
+            *to = unsafe { *from.add(p) };
+        }
+        p += 1;
+    }
+}
+
+/// Elements to accumulators, as many as `to` holds.
+///
+/// # Safety
+/// `from` must be valid for reading as many elements at `stride`.
+#[inline(always)]
+unsafe fn widen_row<S: Simd, T: Stored<A>, A: Lane>(simd: S, from: *const T, stride: usize, to: &mut [A]) {
+    let (lanes, len) = (A::lanes::<S>(), to.len());
+    // SAFETY: every access is below `len`.
+    unsafe {
+        if stride != 1 {
+            for (i, to) in to.iter_mut().enumerate() {
+                *to = (*from.add(i * stride)).widen_one();
+            }
+            return;
+        }
+        let mut i = 0;
+        while i + lanes <= len {
+            A::store_slice::<S>(&mut to[i..], T::widen(simd, from.add(i)));
+            i += lanes;
+        }
+        if i < len && len >= lanes {
+            i = len - lanes; // some of them again
+            A::store_slice::<S>(&mut to[i..], T::widen(simd, from.add(i)));
+        } else if i < len {
+            let from = core::slice::from_raw_parts(from, len);
+            A::store_partial(simd, to, T::widen_partial(simd, from));
+        }
+    }
+}
+
 /// Divides the accumulators of a task by the running sums and writes them to the rows of the output.
-pub(crate) struct UnpackOut<'a, A> {
+pub(crate) struct UnpackOut<'a, T, A> {
     pub(crate) task: &'a RowBlock,
     /// `[panels][value_dim][panel_rows]`
     pub(crate) out_acc: &'a mut [A],
     /// `[panels][panel_rows]`
     pub(crate) running_sum: &'a [A],
-    /// Valid for writing at every index of the task's rows inside the layout; unit last stride.
-    pub(crate) out: *mut A,
+    /// Valid for writing at every index of the task's rows inside the layout.
+    pub(crate) out: *mut T,
     pub(crate) layout: Layout,
 }
 
-impl<A: Lane> WithTiles for UnpackOut<'_, A> {
+impl<T: Stored<A>, A: Lane> WithTiles for UnpackOut<'_, T, A> {
     type Output = ();
 
     #[inline(always)]
@@ -124,24 +247,118 @@ impl<A: Lane> WithTiles for UnpackOut<'_, A> {
                     // SAFETY: the index is inside the layout, where `out` is valid.
                     *to = unsafe { out.add(layout.offset(task.index(first_row + lane + i))) };
                 }
-                let mut d = 0;
-                while d + SIDE <= value_dim {
-                    let from: [*const A; SIDE] =
-                        core::array::from_fn(|i| out_acc[(d + i) * panel_rows + lane..][..SIDE].as_ptr());
-                    // SAFETY: `from` has just been cut to size; `d + SIDE <= value_dim`, the length of a row.
-                    unsafe { A::transpose(simd, from, &to.map(|row| row.wrapping_add(d))[..rows]) };
-                    d += SIDE;
-                }
-                while d < value_dim {
-                    for (from, &to) in out_acc[d * panel_rows + lane..].iter().zip(&to[..rows]) {
-                        // SAFETY: `d < value_dim`, the length of a row.
-                        unsafe { to.add(d).write(*from) };
-                    }
-                    d += 1;
-                }
+                // SAFETY: rows of `value_dim` elements at the layout's last stride are valid.
+                unsafe { unpack_rows(simd, &out_acc[lane..], panel_rows, &to[..rows], layout.strides[3]) };
             }
         }
     }
+}
+
+/// As many lanes of a panel as there are rows, at most `SIDE`; the panel starts with the first of them.
+///
+/// # Safety
+/// Each of `to` must be valid for writing as many elements at `stride` as `panel` has (begun) rows of `panel_rows`, of which each must
+/// have `SIDE` lanes.
+#[inline(always)]
+unsafe fn unpack_rows<S: Simd, T: Stored<A>, A: Lane>(
+    simd: S,
+    panel: &[A],
+    panel_rows: usize,
+    to: &[*mut T],
+    stride: usize,
+) {
+    let value_dim = panel.len().div_ceil(panel_rows);
+    let rows = to.len();
+    let mut pointers = [core::ptr::null_mut(); SIDE];
+    if T::IS_ACCUMULATOR && stride == 1 {
+        for (pointer, &to) in pointers.iter_mut().zip(to) {
+            *pointer = to.cast();
+        }
+        // SAFETY: valid for `value_dim` accumulators, as `T` is `A`.
+        return unsafe { transpose_panel::<S, A>(simd, panel, panel_rows, &pointers[..rows]) };
+    }
+    let mut chunk = [[A::ZERO; CHUNK]; SIDE];
+    for first_dim in (0..value_dim).step_by(CHUNK) {
+        let dims = CHUNK.min(value_dim - first_dim);
+        let panel = &panel[first_dim * panel_rows..];
+        let end = panel.len().min((dims - 1) * panel_rows + SIDE);
+        for (pointer, chunk) in pointers.iter_mut().zip(&mut chunk) {
+            *pointer = chunk.as_mut_ptr();
+        }
+        // SAFETY: each row of the chunk has room for `dims` elements.
+        unsafe { transpose_panel::<S, A>(simd, &panel[..end], panel_rows, &pointers[..rows]) };
+        for (chunk, &to) in chunk.iter().zip(to) {
+            // SAFETY: `first_dim + dims <= value_dim`.
+            unsafe { narrow_row::<S, T, A>(simd, &chunk[..dims], to.wrapping_add(first_dim * stride), stride) };
+        }
+    }
+}
+
+/// As [`unpack_rows`] for contiguous accumulators.
+///
+/// # Safety
+/// As [`unpack_rows`].
+#[inline(always)]
+unsafe fn transpose_panel<S: Simd, A: Lane>(simd: S, panel: &[A], panel_rows: usize, to: &[*mut A]) {
+    let value_dim = panel.len().div_ceil(panel_rows);
+    let mut rows = [core::ptr::null_mut(); SIDE];
+    let mut d = 0;
+    while d + SIDE <= value_dim {
+        let from: [*const A; SIDE] = core::array::from_fn(|i| panel[(d + i) * panel_rows..][..SIDE].as_ptr());
+        for (row, &to) in rows.iter_mut().zip(to) {
+            *row = to.wrapping_add(d);
+        }
+        // SAFETY: `from` has just been cut to size; `d + SIDE <= value_dim`, the length of a row.
+        unsafe { A::transpose(simd, from, &rows[..to.len()]) };
+        d += SIDE;
+    }
+    while d < value_dim {
+        for (from, &to) in panel[d * panel_rows..].iter().zip(to) {
+            // SAFETY: `d < value_dim`, the length of a row.
+            unsafe { to.add(d).write(*from) };
+        }
+        d += 1;
+    }
+}
+
+/// Accumulators to elements.
+///
+/// # Safety
+/// `to` must be valid for writing as many elements at `stride` as `from` has.
+#[inline(always)]
+unsafe fn narrow_row<S: Simd, T: Stored<A>, A: Lane>(simd: S, from: &[A], to: *mut T, stride: usize) {
+    let (lanes, len) = (A::lanes::<S>(), from.len());
+    // SAFETY: every access is below `len`; no vector has more than MAX_LANES lanes.
+    unsafe {
+        if stride != 1 {
+            let mut narrow = [T::ZERO; MAX_LANES];
+            for (i, from) in from.chunks(lanes).enumerate() {
+                T::narrow(simd, narrow.as_mut_ptr(), load_up_to::<S, A>(simd, from));
+                for (lane, &value) in narrow[..from.len()].iter().enumerate() {
+                    to.add((i * lanes + lane) * stride).write(value);
+                }
+            }
+            return;
+        }
+        let mut i = 0;
+        while i + lanes <= len {
+            T::narrow(simd, to.add(i), A::load_slice::<S>(&from[i..]));
+            i += lanes;
+        }
+        if i < len && len >= lanes {
+            i = len - lanes; // some of them again
+            T::narrow(simd, to.add(i), A::load_slice::<S>(&from[i..]));
+        } else if i < len {
+            let to = core::slice::from_raw_parts_mut(to, len);
+            T::narrow_partial(simd, to, A::load_partial(simd, from));
+        }
+    }
+}
+
+/// The first elements, filled up with 0 where there are fewer than lanes.
+#[inline(always)]
+fn load_up_to<S: Simd, A: Lane>(simd: S, from: &[A]) -> A::Vector<S> {
+    if from.len() >= A::lanes::<S>() { A::load_slice::<S>(from) } else { A::load_partial(simd, from) }
 }
 
 /// `out_acc / running_sum` of one panel, in place; 0 where a row sees no key. Never -0, which a hidden value's sign could

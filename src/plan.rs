@@ -1,6 +1,7 @@
 //! How a call will be cut: blocks, tasks, workspace. Public tier three.
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
@@ -8,8 +9,8 @@ use crate::merge::{PartialSizes, Partials};
 use crate::task::Call;
 use crate::workspace::ScratchSizes;
 use crate::{
-    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element, InstructionSet,
-    KvPadding, Workspace, schedule,
+    Accumulator, AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element,
+    InstructionSet, KvPadding, Workspace, schedule,
 };
 
 /// Calls of fewer floating-point operations (`2 * (head_dim + value_dim)` for every visible score) run on the calling
@@ -67,8 +68,11 @@ const TASKS_PER_THREAD: usize = 4;
 /// println!("{plan}");
 /// # Ok::<(), AttentionError>(())
 /// ```
+///
+/// Scores and output are accumulated in `A`: `f32` where the tensors are of `f32` or 16 bits, which is what [`new`](Self::new) plans, `f64`
+/// where they are of `f64`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct AttentionPlan {
+pub struct AttentionPlan<A = f32> {
     pub(crate) shape: AttentionShape,
     pub(crate) visible: VisibleKeys,
     pub(crate) kv_padding: KvPadding,
@@ -78,6 +82,7 @@ pub struct AttentionPlan {
     threads: usize,
     scratch: ScratchSizes,
     partials: PartialSizes,
+    accumulator: PhantomData<A>,
 }
 
 /// Which way rows are computed.
@@ -108,13 +113,13 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    fn new(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
+    fn new<A>(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
         let rows = shape.q_len.checked_mul(shape.group_size())?;
         let path = if rows <= MAX_DECODE_ROWS { Path::Decode } else { Path::Prefill };
         let panel_rows = if path == Path::Decode { 1 } else { tiles.panel_rows() };
         let panels = rows.div_ceil(panel_rows);
         let heads = shape.batch.checked_mul(shape.num_kv_heads)?;
-        let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<f32>())?;
+        let row_bytes = shape.head_dim.checked_add(shape.value_dim)?.checked_mul(size_of::<A>())?;
         let (largest_block, chunk, most_chunks) = match path {
             Path::Decode => (DECODE_KV_BLOCK, DECODE_CHUNK, DECODE_MOST_CHUNKS),
             Path::Prefill if rows <= MOST_SPLIT_ROWS => (KV_BLOCK, PREFILL_CHUNK, PREFILL_MOST_CHUNKS),
@@ -142,16 +147,41 @@ impl Blocks {
 }
 
 impl AttentionPlan {
-    /// Plans calls of this shape.
+    /// Plans calls of this shape that accumulate in `f32`: on tensors of `f32`, `f16` and `bf16`.
+    ///
+    /// # Errors
+    /// See [`with_accumulator`](Self::with_accumulator).
+    pub fn new(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
+        Self::with_accumulator(shape, config)
+    }
+}
+
+impl<A: Accumulator> AttentionPlan<A> {
+    /// Plans calls of this shape that accumulate in `A`.
+    ///
+    /// ```
+    /// use fused_attention::*;
+    /// let shape = AttentionShape {
+    ///     batch: 1, num_heads: 1, num_kv_heads: 1, q_len: 3, kv_len: 3, head_dim: 2, value_dim: 2,
+    /// };
+    /// let plan = AttentionPlan::<f64>::with_accumulator(&shape, &AttentionConfig::causal())?;
+    /// let mut workspace = Workspace::for_plan(&plan)?;
+    /// let (x, mut out) = ([0.5f64; 6], [0.0; 6]);
+    /// let view = TensorView::from_bhsd(&x, [1, 1, 3, 2])?;
+    /// let mut outputs = AttentionOutputs::new(TensorViewMut::from_bhsd(&mut out, [1, 1, 3, 2])?);
+    /// plan.run(&AttentionInputs::new(view, view, view), &mut outputs, &mut workspace)?;
+    /// assert_eq!(out, x);
+    /// # Ok::<(), AttentionError>(())
+    /// ```
     ///
     /// # Errors
     /// [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`], [`AttentionError::InvalidSoftmaxScale`],
     /// [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
     /// about instruction sets where the environment asks for one that is not there.
-    pub fn new(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
+    pub fn with_accumulator(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
         shape.check()?;
         let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt());
-        if !(softmax_scale as f32).is_finite() {
+        if !A::from_f64(softmax_scale).to_f64().is_finite() {
             return Err(AttentionError::InvalidSoftmaxScale { value: softmax_scale });
         }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
@@ -163,28 +193,38 @@ impl AttentionPlan {
             if flops < u128::from(SERIAL_BELOW_FLOPS) { 1 } else { schedule::max_threads(config.parallelism) };
 
         let planned = || {
-            let blocks = Blocks::new(shape, instruction_set.tile_sizes(), threads)?;
+            let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), threads)?;
             let row_blocks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
             let threads = threads.min(row_blocks * blocks.chunks).max(1);
             let scratch = ScratchSizes::new(shape, &blocks)?;
             let partials = PartialSizes::new(row_blocks, blocks.chunks, blocks.task_rows, shape.value_dim);
-            let scratch_bytes = scratch.thread_bytes::<f32>()?.checked_mul(threads)?;
-            scratch_bytes.checked_add(partials.bytes::<f32>()?).filter(|&bytes| bytes <= isize::MAX as usize)?;
+            let scratch_bytes = scratch.thread_bytes::<A>()?.checked_mul(threads)?;
+            scratch_bytes.checked_add(partials.bytes::<A>()?).filter(|&bytes| bytes <= isize::MAX as usize)?;
             Some((blocks, threads, scratch, partials))
         };
         let (blocks, threads, scratch, partials) = planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
-        let (shape, kv_padding) = (*shape, config.kv_padding);
-        Ok(Self { shape, visible, kv_padding, softmax_scale, instruction_set, blocks, threads, scratch, partials })
+        Ok(Self {
+            shape: *shape,
+            visible,
+            kv_padding: config.kv_padding,
+            softmax_scale,
+            instruction_set,
+            blocks,
+            threads,
+            scratch,
+            partials,
+            accumulator: PhantomData,
+        })
     }
 
     /// Bytes of workspace that [`run`](Self::run) needs.
     ///
     /// ```text
-    /// threads * 4 * (rows * (head_dim + value_dim + 2) + scores + panel_rows
-    ///                + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
-    /// + batch * kv_heads * row_blocks * (chunks * 4 * rows * (value_dim + 2) + 4)       where there are several chunks
+    /// threads * size * (rows * (head_dim + value_dim + 2) + scores + panel_rows
+    ///                   + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
+    /// + batch * kv_heads * row_blocks * (chunks * size * rows * (value_dim + 2) + 4)       where there are several chunks
     /// ```
-    /// with each of the eight arrays, each chunk and the last summand rounded up to 64 bytes. At most 512 `rows`, and such that Q and
+    /// with `size` the bytes of an accumulator, 4 or 8, and each of the eight arrays, each chunk and the last summand rounded up to 64 bytes. At most 512 `rows`, and such that Q and
     /// output take at most 1 MiB or one panel. In prefill a `kv_block` is at most 192 keys and `scores` is `panel_rows *
     /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 64 keys and
     /// `rows * (kv_block + 16)`.
@@ -197,11 +237,11 @@ impl AttentionPlan {
     }
 
     fn partial_bytes(&self) -> usize {
-        self.partials.bytes::<f32>().expect("checked when the plan was made")
+        self.partials.bytes::<A>().expect("checked when the plan was made")
     }
 
     fn thread_bytes(&self) -> usize {
-        self.scratch.thread_bytes::<f32>().expect("checked when the plan was made")
+        self.scratch.thread_bytes::<A>().expect("checked when the plan was made")
     }
 
     /// Tasks of a call; fits, as was checked when the plan was made.
@@ -214,7 +254,7 @@ impl AttentionPlan {
     /// # Errors
     /// [`AttentionError::PlanShapeMismatch`] and [`AttentionError::WorkspaceTooSmall`], and what
     /// [`attention`](crate::attention()) says of tensors that do not fit together; nothing is written then.
-    pub fn run<T: Element, K: Element<Acc = T::Acc>>(
+    pub fn run<T: Element<Acc = A>, K: Element<Acc = A>>(
         &self,
         inputs: &AttentionInputs<'_, T, K>,
         outputs: &mut AttentionOutputs<'_, T>,
@@ -263,7 +303,7 @@ impl AttentionPlan {
     }
 }
 
-impl fmt::Display for AttentionPlan {
+impl<A: Accumulator> fmt::Display for AttentionPlan<A> {
     /// One line: the path, the instruction set, the blocks, the threads, the workspace.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Blocks { path, panel_rows, task_rows, kv_block, chunks, .. } = self.blocks;
@@ -286,43 +326,43 @@ mod tests {
 
     #[test]
     fn workspace_len_follows_the_documented_formula() {
-        for (q_len, kv_len, head_dim, value_dim) in [
-            (1, 1, 1, 1),
-            (3, 500, 20, 20),
-            (40, 40, 65, 65),
-            (700, 900, 64, 128),
-            (5000, 7, 256, 256),
-            (1, 70_000, 64, 70),
-            (4, 5000, 128, 128),
-            (100, 5000, 64, 64),
-        ] {
-            let shape = AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
-            let plan = AttentionPlan::new(&shape, &AttentionConfig::causal()).unwrap();
-            let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, .. } = plan.blocks;
-            let scores = if path == Path::Decode { rows * (kv_block + 16) } else { panel_rows * kv_block };
-            let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
-            let arrays = [
-                rows * head_dim,
-                rows * value_dim,
-                rows,
-                rows,
-                panel_rows,
-                scores,
-                kv_block * k,
-                kv_block * v,
+        fn check<A: Accumulator>() {
+            let sizes = [
+                (1, 1, 1, 1),
+                (3, 500, 20, 20),
+                (40, 40, 65, 65),
+                (700, 900, 64, 128),
+                (5000, 7, 256, 256),
+                (1, 70_000, 64, 70),
+                (4, 5000, 128, 128),
+                (100, 5000, 64, 64),
             ];
-            let bytes: usize = arrays.iter().map(|len| (4 * len).next_multiple_of(64)).sum();
-            let partials = match chunks {
-                1 => 0,
-                _ => {
-                    let chunk = (4 * rows * (value_dim + 2)).next_multiple_of(64);
-                    row_blocks * chunks * chunk + (row_blocks * 4).next_multiple_of(64)
-                }
-            };
-            assert_eq!(plan.workspace_len(), plan.threads() * bytes + partials, "{shape:?}");
-            assert!(chunks <= 64 && (chunks == 1 || 2 * q_len <= MOST_SPLIT_ROWS));
-            assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);
-            assert!(4 * rows * (head_dim + value_dim) <= MAX_ROW_BYTES || rows <= panel_rows);
+            for (q_len, kv_len, head_dim, value_dim) in sizes {
+                let shape =
+                    AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
+                let plan = AttentionPlan::<A>::with_accumulator(&shape, &AttentionConfig::causal()).unwrap();
+                let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, .. } = plan.blocks;
+                let scores = if path == Path::Decode { rows * (kv_block + 16) } else { panel_rows * kv_block };
+                let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
+                let arrays =
+                    [rows * head_dim, rows * value_dim, rows, rows, panel_rows, scores, kv_block * k, kv_block * v];
+                let size = size_of::<A>();
+                let bytes: usize = arrays.iter().map(|len| (size * len).next_multiple_of(64)).sum();
+                let partials = match chunks {
+                    1 => 0,
+                    _ => {
+                        let chunk = (size * rows * (value_dim + 2)).next_multiple_of(64);
+                        row_blocks * chunks * chunk + (row_blocks * 4).next_multiple_of(64)
+                    }
+                };
+                assert_eq!(plan.workspace_len(), plan.threads() * bytes + partials, "{shape:?}");
+                assert!(bytes <= 2 << 20, "{shape:?}");
+                assert!(chunks <= 64 && (chunks == 1 || 2 * q_len <= MOST_SPLIT_ROWS));
+                assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);
+                assert!(size * rows * (head_dim + value_dim) <= MAX_ROW_BYTES || rows <= panel_rows);
+            }
         }
+        check::<f32>();
+        check::<f64>();
     }
 }

@@ -240,6 +240,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             match (span.rows, ROW_VECTORS) {
                 (Vectors::All, _) => score_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
                 (_, 2) => score_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) if TILE == 2 => score_block::<S, A, 4, 4, 2>(simd, block),
                 (_, 4) => score_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
                 _ => unreachable!("panels have 2 or 4 vectors"),
             }
@@ -261,6 +262,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             match (span.rows, ROW_VECTORS) {
                 (Vectors::All, _) => value_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
                 (_, 2) => value_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) if TILE == 2 => value_block::<S, A, 4, 4, 2>(simd, block),
                 (_, 4) => value_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
                 _ => unreachable!("panels have 2 or 4 vectors"),
             }
@@ -290,7 +292,8 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     }
 }
 
-/// Tiles of half a panel: half as many vectors, so twice as many keys or dims keep the FMA units busy.
+/// Tiles of half a panel: half as many vectors, so twice as many keys or dims keep the FMA units busy. (Portable f64, whose tile is
+/// 2 x 4, has 4 x 2.)
 const HALF_TILE: usize = 12;
 const HALF_SHORT: usize = 8;
 

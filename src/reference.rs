@@ -10,7 +10,9 @@
 //! logsumexp = ln(sum_j exp(score[j]))                                   -inf if nothing is visible
 //! ```
 
-use crate::{AttentionConfig, AttentionError, AttentionInputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask};
+use crate::{
+    AttentionConfig, AttentionError, AttentionInputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask,
+};
 
 /// The result of [`attention`].
 #[derive(Debug, Clone, PartialEq)]
@@ -65,10 +67,8 @@ pub fn attention_row<T: Element, K: Element<Acc = T::Acc>>(
     // Keys of this sequence, and where they begin.
     let kv_len = inputs.kv_lens.map_or(shape.kv_len, |kv_lens| kv_lens[batch]);
     let first = if config.kv_padding == KvPadding::Left { shape.kv_len - kv_len } else { 0 };
-    let visible: Vec<usize> = (0..kv_len)
-        .filter(|&j| is_visible(config.mask, [shape.q_len, kv_len], query, j))
-        .map(|j| first + j)
-        .collect();
+    let visible: Vec<usize> =
+        (0..kv_len).filter(|&j| is_visible(config.mask, [shape.q_len, kv_len], query, j)).map(|j| first + j).collect();
     if visible.is_empty() {
         return Ok((vec![0.0; shape.value_dim], f64::NEG_INFINITY));
     }

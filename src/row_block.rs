@@ -6,10 +6,10 @@
 
 use std::ops::Range;
 
-use crate::AttentionPlan;
 use crate::mask::VisibleKeys;
 use crate::plan::Blocks;
 use crate::workspace::Scratch;
+use crate::{Accumulator, AttentionPlan};
 
 /// A task: a block of rows of one (batch, KV head).
 pub(crate) struct RowBlock {
@@ -29,7 +29,7 @@ pub(crate) struct RowBlock {
 
 impl RowBlock {
     /// Task `task` of a plan, counted from the heaviest: the last rows of every head come first. `kv_lens` as in the inputs.
-    pub(crate) fn new(plan: &AttentionPlan, task: usize, kv_lens: Option<&[usize]>) -> Self {
+    pub(crate) fn new<A: Accumulator>(plan: &AttentionPlan<A>, task: usize, kv_lens: Option<&[usize]>) -> Self {
         let heads = plan.shape.batch * plan.shape.num_kv_heads;
         let Blocks { chunks, chunk_keys, .. } = plan.blocks;
         let (block, chunk) = (task / chunks, task % chunks);

@@ -10,11 +10,11 @@ use std::ops::Range;
 use std::ptr;
 
 use crate::decode::DecodeBlock;
-use crate::kernels::MAX_DECODE_ROWS;
 use crate::kernels::lane::Lane;
 use crate::kernels::row::Rows;
+use crate::kernels::{MAX_DECODE_ROWS, TileSizes};
 use crate::merge::{MergeChunks, Partials};
-use crate::packing::{PackQ, UnpackOut, pack_keys};
+use crate::packing::{PackKeys, PackQ, Packing, UnpackOut};
 use crate::plan::Path;
 use crate::prefill::PrefillBlock;
 use crate::row_block::{KeyBlock, RowBlock};
@@ -25,15 +25,15 @@ use crate::{AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, El
 /// The vector code of a task, for one accumulator type. Not generic, so that it is compiled once and in this crate, with
 /// this crate's optimisation level, however many element types (and crates) call it.
 pub(crate) trait TaskKernels: Lane {
-    fn pack_q(set: InstructionSet, op: PackQ<'_, Self>);
+    /// Tile sizes of a set for this accumulator.
+    fn tile_sizes(set: InstructionSet) -> TileSizes;
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self>);
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, Self>);
-    fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self>);
 }
 
 impl TaskKernels for f32 {
-    fn pack_q(set: InstructionSet, op: PackQ<'_, f32>) {
-        set.run(op);
+    fn tile_sizes(set: InstructionSet) -> TileSizes {
+        set.tile_sizes()
     }
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f32>) {
         set.run(op);
@@ -41,14 +41,23 @@ impl TaskKernels for f32 {
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f32>) {
         set.run(op);
     }
-    fn unpack_out(set: InstructionSet, op: UnpackOut<'_, f32>) {
-        set.run(op);
+}
+
+impl TaskKernels for f64 {
+    fn tile_sizes(set: InstructionSet) -> TileSizes {
+        set.tile_sizes_f64()
+    }
+    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f64>) {
+        set.run_f64(op);
+    }
+    fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f64>) {
+        set.run_f64(op);
     }
 }
 
 /// A planned call on tensors that were checked against the plan.
 pub(crate) struct Call<'a, T: Element, K> {
-    plan: &'a AttentionPlan,
+    plan: &'a AttentionPlan<T::Acc>,
     inputs: &'a AttentionInputs<'a, T, K>,
     out: *mut T,
     out_layout: Layout,
@@ -65,7 +74,7 @@ unsafe impl<T: Element, K: Element> Sync for Call<'_, T, K> {}
 impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     /// The caller has checked that the tensors have the plan's shape.
     pub(crate) fn new(
-        plan: &'a AttentionPlan,
+        plan: &'a AttentionPlan<T::Acc>,
         inputs: &'a AttentionInputs<'a, T, K>,
         outputs: &'a mut AttentionOutputs<'_, T>,
         partials: Option<Partials<'a, T::Acc>>,
@@ -174,7 +183,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                     is_first,
                     scratch,
                 };
-                T::Acc::decode(set, block);
+                <T::Acc as Packing<T::Acc>>::decode(set, block);
             }
             is_first = false;
         }
@@ -198,32 +207,25 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let layout = self.inputs.q.layout();
         let head_dim = layout.shape[3];
         let q = self.inputs.q.data();
+        if !is_decode {
+            let op = PackQ { task, q: q.as_ptr(), layout, scale, q_panels: &mut *scratch.q_panels };
+            T::pack_q(self.plan.instruction_set, op);
+            return q_rows;
+        }
         if let Some(q) = T::as_acc(q)
             && (layout.strides[3] == 1 || head_dim == 1)
         {
-            if is_decode {
-                for (row, q_row) in q_rows[..task.rows].iter_mut().enumerate() {
-                    *q_row = q[layout.offset(task.index(row))..].as_ptr();
-                }
-            } else {
-                let op = PackQ { task, q: q.as_ptr(), layout, scale, q_panels: &mut *scratch.q_panels };
-                T::Acc::pack_q(self.plan.instruction_set, op);
+            for (row, q_row) in q_rows[..task.rows].iter_mut().enumerate() {
+                *q_row = q[layout.offset(task.index(row))..].as_ptr();
             }
             return q_rows;
         }
-        for row in 0..task.rows {
-            let (panel, lane) = (row / task.panel_rows, row % task.panel_rows);
+        for (row, to) in scratch.q_panels.chunks_exact_mut(head_dim).take(task.rows).enumerate() {
             let from = layout.offset(task.index(row));
-            let to = &mut scratch.q_panels[panel * task.panel_rows * head_dim + lane..];
-            for (p, to) in to.iter_mut().step_by(task.panel_rows).take(head_dim).enumerate() {
-                let q = q[from + p * layout.strides[3]].to_acc();
-                *to = if is_decode { q } else { q.mul_scalar(scale) };
+            for (p, to) in to.iter_mut().enumerate() {
+                *to = q[from + p * layout.strides[3]].to_acc();
             }
-        }
-        if is_decode {
-            for (q_row, packed) in q_rows[..task.rows].iter_mut().zip(scratch.q_panels.chunks_exact(head_dim)) {
-                *q_row = packed.as_ptr();
-            }
+            q_rows[row] = to.as_ptr();
         }
         q_rows
     }
@@ -275,8 +277,16 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let layout = tensor.layout();
         let [.., key_stride, dim_stride] = layout.strides;
         let from = &tensor.data()[layout.offset([task.batch, task.kv_head, keys.start])..];
-        let packed = &mut packed[..keys.len() * stride];
-        pack_keys(from, [key_stride, dim_stride], [keys.len(), layout.shape[3]], packed);
+        let op = PackKeys {
+            from,
+            key_stride,
+            dim_stride,
+            keys: keys.len(),
+            dim: layout.shape[3],
+            to: &mut packed[..keys.len() * stride],
+            to_stride: stride,
+        };
+        K::pack_keys(self.plan.instruction_set, op);
     }
 
     /// Divides by the running sums and writes the rows.
@@ -288,20 +298,14 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         if layout.shape[3] == 0 {
             return;
         }
-        if let Some(out) = T::as_acc_mut(self.out)
-            && layout.strides[3] == 1
-            && self.plan.blocks.path == Path::Prefill
-        {
+        if self.plan.blocks.path == Path::Prefill {
             let (out_acc, running_sum) = (&mut *scratch.out_acc, &*scratch.running_sum);
-            return T::Acc::unpack_out(
-                self.plan.instruction_set,
-                UnpackOut { task, out_acc, running_sum, out, layout },
-            );
+            let op = UnpackOut { task, out_acc, running_sum, out: self.out, layout };
+            return T::unpack_out(self.plan.instruction_set, op);
         }
         let value_dim = layout.shape[3];
         for row in 0..task.rows {
-            let (panel, lane) = (row / task.panel_rows, row % task.panel_rows);
-            let acc = &scratch.out_acc[panel * task.panel_rows * value_dim + lane..];
+            let acc = &scratch.out_acc[row * value_dim..][..value_dim];
             let factor = scratch.running_sum[row].reciprocal();
             let quotient = |acc: &T::Acc| T::from_acc(acc.mul_scalar(factor).add_scalar(T::Acc::ZERO)); // never -0
             // SAFETY: the index is inside the shape of out (checked by the plan), whose view reaches no element outside
@@ -312,12 +316,12 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                     for d in 0..value_dim {
                         out.add(d * layout.strides[3]).write(T::from_acc(T::Acc::ZERO));
                     }
-                } else if layout.strides[3] == 1 && task.panel_rows == 1 {
-                    for (d, acc) in acc[..value_dim].iter().enumerate() {
+                } else if layout.strides[3] == 1 {
+                    for (d, acc) in acc.iter().enumerate() {
                         out.add(d).write(quotient(acc));
                     }
                 } else {
-                    for (d, acc) in acc.iter().step_by(task.panel_rows).take(value_dim).enumerate() {
+                    for (d, acc) in acc.iter().enumerate() {
                         out.add(d * layout.strides[3]).write(quotient(acc));
                     }
                 }

@@ -6,10 +6,10 @@ use std::fmt;
 
 use aligned_vec::{AVec, ConstAlign};
 
-use crate::kernels::lane::Lane;
 use crate::kernels::MAX_LANES;
+use crate::kernels::lane::Lane;
 use crate::plan::{Blocks, Path};
-use crate::{AttentionError, AttentionPlan, AttentionShape};
+use crate::{Accumulator, AttentionError, AttentionPlan, AttentionShape};
 
 /// One cache line, and one AVX-512 vector.
 pub(crate) const ALIGN_BYTES: usize = 64;
@@ -30,7 +30,7 @@ impl Workspace {
     ///
     /// # Errors
     /// [`AttentionError::AllocationFailed`].
-    pub fn for_plan(plan: &AttentionPlan) -> Result<Self, AttentionError> {
+    pub fn for_plan<A: Accumulator>(plan: &AttentionPlan<A>) -> Result<Self, AttentionError> {
         let mut workspace = Self::new();
         workspace.reserve(plan)?;
         Ok(workspace)
@@ -40,7 +40,7 @@ impl Workspace {
     ///
     /// # Errors
     /// [`AttentionError::AllocationFailed`]; the workspace is empty then.
-    pub fn reserve(&mut self, plan: &AttentionPlan) -> Result<(), AttentionError> {
+    pub fn reserve<A: Accumulator>(&mut self, plan: &AttentionPlan<A>) -> Result<(), AttentionError> {
         let needed = plan.workspace_len();
         if self.bytes.len() < needed {
             // The old contents are of no use: free them first, so that the peak is one buffer.

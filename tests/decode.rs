@@ -3,12 +3,12 @@
 mod common;
 
 use common::{
-    Answer, CANARY, Expected, Layout, NAN_PAYLOADS, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem,
-    run, run_on, top_left,
+    Answer, CANARY, Expected, Layout, NAN_PAYLOADS, Problem, Tensor, by_profile, instruction_sets, masks,
+    normal_problem, run, run_on, top_left,
 };
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, KvPadding, Parallelism, Workspace,
-    attention_into, reference,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, KvPadding, Parallelism,
+    Workspace, attention_into, reference,
 };
 
 /// Keys of a chunk of up to 8 rows, and of more (see `plan.rs`; checked below).
@@ -16,7 +16,15 @@ const CHUNKS: [usize; 2] = [1024, 1536];
 
 fn shape(q_len: usize, kv_len: usize, group_size: usize) -> AttentionShape {
     let head_dim = by_profile(20, 5);
-    AttentionShape { batch: 1, num_heads: group_size, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim: head_dim + 3 }
+    AttentionShape {
+        batch: 1,
+        num_heads: group_size,
+        num_kv_heads: 1,
+        q_len,
+        kv_len,
+        head_dim,
+        value_dim: head_dim + 3,
+    }
 }
 
 fn chunks_of(shape: &AttentionShape) -> usize {
@@ -227,10 +235,8 @@ fn nan_in_a_chunk_reaches_exactly_the_rows_that_see_it() {
             let mut problem = clean.clone();
             let tensor = if in_values { &mut problem.v } else { &mut problem.k };
             tensor.set([0, 0, key, 1], f32::NAN);
-            let (expected, found) = (
-                run_on(set, &clean, &AttentionConfig::causal()),
-                run_on(set, &problem, &AttentionConfig::causal()),
-            );
+            let (expected, found) =
+                (run_on(set, &clean, &AttentionConfig::causal()), run_on(set, &problem, &AttentionConfig::causal()));
             for row in 0..rows {
                 let sees = key <= kv_len - rows + row;
                 let (out, logsumexp) = found.row([0, 0, row]);

@@ -153,7 +153,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
                 let at = p + half * lanes;
                 let mut keys = [zero; KEYS];
                 for key in 0..KEYS {
-                    keys[key] = K::load::<S>(simd, k.start.add(key * k.stride + at));
+                    keys[key] = K::widen::<S>(simd, k.start.add(key * k.stride + at));
                 }
                 for row in 0..ROWS {
                     let q = A::load::<S>(q[row].add(at));
@@ -167,7 +167,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
         }
         if p + lanes <= head_dim {
             for key in 0..KEYS {
-                let k = K::load::<S>(simd, k.start.add(key * k.stride + p));
+                let k = K::widen::<S>(simd, k.start.add(key * k.stride + p));
                 for row in 0..ROWS {
                     acc[row][key][0] = A::mul_add(simd, A::load::<S>(q[row].add(p)), k, acc[row][key][0]);
                 }
@@ -177,7 +177,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
         if p < head_dim {
             for key in 0..KEYS {
                 let tail = core::slice::from_raw_parts(k.start.add(key * k.stride + p), head_dim - p);
-                let k = K::load_partial::<S>(simd, tail);
+                let k = K::widen_partial::<S>(simd, tail);
                 for row in 0..ROWS {
                     let q = A::load_partial(simd, core::slice::from_raw_parts(q[row].add(p), head_dim - p));
                     acc[row][key][second] = A::mul_add(simd, q, k, acc[row][key][second]);
@@ -290,7 +290,7 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
             op.ahead.fetch_part(key, from, to);
             let mut values = [A::splat(simd, A::ZERO); VECTORS];
             for vector in 0..VECTORS {
-                values[vector] = K::load::<S>(simd, v.add(vector * lanes));
+                values[vector] = K::widen::<S>(simd, v.add(vector * lanes));
             }
             for row in 0..ROWS {
                 let prob = A::splat(simd, *op.probs.add(row * op.probs_stride + key));
@@ -313,11 +313,7 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
 /// # Safety
 /// As [`value_rows`]; `d` must be less than `value_dim`.
 #[inline(always)]
-unsafe fn value_tail<S: Simd, A: Lane, K: Stored<A>, const ROWS: usize>(
-    simd: S,
-    op: &ValueRows<A, K, ROWS>,
-    d: usize,
-) {
+unsafe fn value_tail<S: Simd, A: Lane, K: Stored<A>, const ROWS: usize>(simd: S, op: &ValueRows<A, K, ROWS>, d: usize) {
     let rest = op.value_dim - d;
     let mut sums = [A::splat(simd, A::ZERO); ROWS];
     // SAFETY: `rest` elements are left of every row behind `d`, `row < ROWS` and `key < keys`.
@@ -330,7 +326,7 @@ unsafe fn value_tail<S: Simd, A: Lane, K: Stored<A>, const ROWS: usize>(
         }
         for key in 0..op.keys {
             let v = core::slice::from_raw_parts(op.v.start.add(key * op.v.stride + d), rest);
-            let v = K::load_partial::<S>(simd, v);
+            let v = K::widen_partial::<S>(simd, v);
             for row in 0..ROWS {
                 let prob = A::splat(simd, *op.probs.add(row * op.probs_stride + key));
                 sums[row] = A::mul_add(simd, prob, v, sums[row]);

@@ -57,10 +57,61 @@ pub(crate) unsafe fn transpose<S: Simd>(_simd: S, from: [*const f32; SIDE], to: 
             }
             return;
         }
-        for (column, &to) in to.iter().enumerate() {
-            for (row, &from) in from.iter().enumerate() {
-                to.add(row).write(*from.add(column));
+        transpose_elements(from, to);
+    }
+}
+
+/// As [`transpose`], in double precision.
+///
+/// # Safety
+/// As [`transpose`].
+#[inline(always)]
+pub(crate) unsafe fn transpose_f64<S: Simd>(_simd: S, from: [*const f64; SIDE], to: &[*mut f64]) {
+    // SAFETY: reads and writes are those that the caller allowed; the token proves that the set's instructions exist.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if is_avx::<S>() {
+            use core::arch::x86_64::*;
+            for column in [0, 4] {
+                for row in [0, 4] {
+                    let mut tile = [_mm256_setzero_pd(); 4];
+                    for i in 0..4 {
+                        tile[i] = _mm256_loadu_pd(from[row + i].add(column));
+                    }
+                    let tile = avx::transpose_f64(tile);
+                    for i in 0..4.min(to.len().saturating_sub(column)) {
+                        _mm256_storeu_pd(to[column + i].add(row), tile[i]);
+                    }
+                }
             }
+            return;
+        }
+        #[cfg(target_arch = "aarch64")]
+        if TypeId::of::<S>() == TypeId::of::<pulp::aarch64::Neon>() {
+            use core::arch::aarch64::*;
+            for column in [0, 2, 4, 6] {
+                for row in [0, 2, 4, 6] {
+                    let (a, b) = (vld1q_f64(from[row].add(column)), vld1q_f64(from[row + 1].add(column)));
+                    let tile = [vtrn1q_f64(a, b), vtrn2q_f64(a, b)];
+                    for i in 0..2.min(to.len().saturating_sub(column)) {
+                        vst1q_f64(to[column + i].add(row), tile[i]);
+                    }
+                }
+            }
+            return;
+        }
+        transpose_elements(from, to);
+    }
+}
+
+/// # Safety
+/// As [`transpose`].
+#[inline(always)]
+unsafe fn transpose_elements<A: Copy>(from: [*const A; SIDE], to: &[*mut A]) {
+    for (column, &to) in to.iter().enumerate() {
+        for (row, &from) in from.iter().enumerate() {
+            // SAFETY: `row < SIDE`, and `column < to.len() <= SIDE`.
+            unsafe { to.add(row).write(*from.add(column)) };
         }
     }
 }
@@ -102,6 +153,23 @@ mod avx {
                 columns[column + 4] = _mm256_permute2f128_ps::<0x31>(quads[0][column], quads[1][column]);
             }
             columns
+        }
+    }
+
+    /// # Safety
+    /// The CPU must have AVX.
+    #[inline(always)]
+    pub(super) unsafe fn transpose_f64([a, b, c, d]: [__m256d; 4]) -> [__m256d; 4] {
+        // SAFETY: the caller says that AVX exists.
+        unsafe {
+            let (low_ab, high_ab) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+            let (low_cd, high_cd) = (_mm256_unpacklo_pd(c, d), _mm256_unpackhi_pd(c, d));
+            [
+                _mm256_permute2f128_pd::<0x20>(low_ab, low_cd),
+                _mm256_permute2f128_pd::<0x20>(high_ab, high_cd),
+                _mm256_permute2f128_pd::<0x31>(low_ab, low_cd),
+                _mm256_permute2f128_pd::<0x31>(high_ab, high_cd),
+            ]
         }
     }
 }
