@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use crate::kernels::lane::Lane;
+use crate::kernels::lane::{Lane, has_fma};
 use crate::kernels::row::{Ahead, Rows, ValueRows, score_rows, value_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
@@ -44,29 +44,45 @@ impl<A: Lane, K: Stored<A>> WithTiles for DecodeBlock<'_, '_, A, K> {
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(mut self, simd: S) {
+        if !converts_in_registers::<S, A, K>() {
+            unreachable!("such keys are packed before");
+        }
         // Sets with 32 registers have tiles of 24 vectors.
         let many_registers = TILE * ROW_VECTORS >= 24;
         let rows = self.task.rows;
-        let mut row = 0;
         // Rows of a short call meet so few keys that what they have in common is little.
-        let together = if self.task.keys().len() <= FEW_KEYS { 1 } else { 4 };
-        while row + 4 <= rows.min(row + together) {
-            if many_registers {
+        let together = self.task.keys().len() > FEW_KEYS;
+        let mut row = 0;
+        while together && row + 4 <= rows {
+            if !has_fma::<S>() {
+                self.run_rows::<S, 1, 1, 4>(simd, row);
+            } else if many_registers {
                 self.run_rows::<S, 4, 4, 4>(simd, row);
             } else {
                 self.run_rows::<S, 2, 2, 4>(simd, row);
             }
             row += 4;
         }
-        while row + 2 <= rows.min(row + together) {
+        while has_fma::<S>() && together && row + 2 <= rows {
             self.run_rows::<S, 4, 4, 2>(simd, row);
             row += 2;
         }
         while row < rows {
-            self.run_rows::<S, 4, 8, 1>(simd, row);
+            if has_fma::<S>() {
+                self.run_rows::<S, 4, 8, 1>(simd, row);
+            } else {
+                self.run_rows::<S, 1, 2, 1>(simd, row);
+            }
             row += 1;
         }
     }
+}
+
+/// Whether keys of this type are read as they are stored. The portable sets convert a value with so many instructions that doing it once
+/// for all rows is better; and their code for each type would be the largest of all.
+#[inline(always)]
+fn converts_in_registers<S: Simd, A: Lane, K: Stored<A>>() -> bool {
+    K::IS_ACCUMULATOR || has_fma::<S>()
 }
 
 /// Up to this many keys each row is computed by itself.

@@ -176,6 +176,11 @@ impl InstructionSet {
         }
     }
 
+    /// Whether it is one of a CPU's own, not one of the portable ones.
+    pub(crate) fn has_fma(self) -> bool {
+        !matches!(self.0, Kind::Portable(_) | Kind::Portable256(_) | Kind::Portable512(_))
+    }
+
     /// What a call runs with: the config's choice, else the environment's (read once), else the best.
     pub(crate) fn resolve(chosen: Option<Self>) -> Result<Self, AttentionError> {
         static FROM_ENVIRONMENT: OnceLock<Result<InstructionSet, AttentionError>> = OnceLock::new();

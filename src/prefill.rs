@@ -153,7 +153,8 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         self.scratch.rescale[..panel_rows].copy_from_slice(running_max);
         // Full blocks find the maximum while the scores are in registers, edge blocks once the hidden ones are gone.
         let max = (!is_edge).then_some(running_max.as_mut_ptr());
-        for span in spans.into_iter().flatten() {
+        for index in 0..3 {
+            let Some(span) = spans[index] else { continue };
             self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
         }
         // Between the edges every row sees every key. A window narrower than the panel has no such keys.
@@ -177,34 +178,30 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
                 // SAFETY: `v` is valid for `self.keys` rows (see the field).
                 unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) }
             });
-        if hidden_values_are_finite {
-            let mut rescaled = [false; 2]; // lower and upper half
-            for span in spans.into_iter().flatten() {
-                let wants = span.rows.halves();
-                // The accumulators are multiplied by the first span of each half. Where one half had its turn, the other is left.
-                if wants == [true, true] && rescaled == [true, false] {
-                    self.scratch.rescale[..panel_rows / 2].fill(A::from_index(1));
-                }
-                let rescales = (wants[0] && !rescaled[0]) || (wants[1] && !rescaled[1]);
-                self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, rescales);
-                rescaled = [rescaled[0] | wants[0], rescaled[1] | wants[1]];
-            }
-        } else {
-            // Tiles where every row sees every key, and key by key at the edges.
+        // Where hidden values are not finite: tiles where every row sees every key, and key by key at the edges.
+        let (mut parts, mut by_key) = (spans, [false; 3]);
+        if !hidden_values_are_finite {
             let right = right.max(left);
-            let parts = [(first, left, false), (left, right, true), (right, last, false)];
-            let bounds = self.row_bounds::<S, ROW_VECTORS>(first_row);
-            let mut rescales = true;
-            for (first_key, end, seen_by_all) in parts.into_iter().filter(|&(start, end, _)| start < end) {
-                let span = Span { rows: Vectors::All, first_key, end };
-                if seen_by_all {
-                    self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, rescales);
-                } else {
-                    let block = self.value_operands(first_row, span, rescales);
-                    // SAFETY: `value_operands` gives what the kernel reads and writes.
-                    unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, first_key, &bounds) };
-                }
-                rescales = false;
+            let part = |first_key, end| (first_key < end).then_some(Span { rows: Vectors::All, first_key, end });
+            (parts, by_key) = ([part(first, left), part(left, right), part(right, last)], [true, false, true]);
+        }
+        // The accumulators are multiplied by the first part of each half.
+        let mut rescaled = [false; 2];
+        for index in 0..3 {
+            let Some(span) = parts[index] else { continue };
+            let takes_part = span.rows.halves();
+            if takes_part == [true, true] && rescaled == [true, false] {
+                self.scratch.rescale[..panel_rows / 2].fill(A::from_index(1)); // this half had its turn
+            }
+            let rescales = (takes_part[0] && !rescaled[0]) || (takes_part[1] && !rescaled[1]);
+            rescaled = [rescaled[0] || takes_part[0], rescaled[1] || takes_part[1]];
+            if by_key[index] {
+                let bounds = self.row_bounds::<S, ROW_VECTORS>(first_row);
+                let block = self.value_operands(first_row, span, rescales);
+                // SAFETY: `value_operands` gives what the kernel reads and writes.
+                unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, span.first_key, &bounds) };
+            } else {
+                self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, rescales);
             }
         }
     }

@@ -134,7 +134,8 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
         let (set, end) = (self.plan.instruction_set, task.keys().end);
         let tensors = [&self.inputs.k, &self.inputs.v];
-        let in_place = tensors.iter().all(|tensor| tensor.layout().strides[3] == 1 || tensor.layout().shape[3] <= 1);
+        let in_place = (K::IS_ACCUMULATOR || set.has_fma())
+            && tensors.iter().all(|tensor| tensor.layout().strides[3] == 1 || tensor.layout().shape[3] <= 1);
         let mut is_first = true;
         for keys in self.key_blocks(task) {
             let next_keys = (end - keys.end).min(self.plan.blocks.kv_block);
