@@ -70,14 +70,34 @@ def operands_x86(instruction_set, body):
 
 
 def operands_neon(_, body):
-    """As for x86. A row may be loaded by half of a pair; a scalar alone, into all lanes, or as one lane of several."""
-    accumulators = [line.split()[1] for line in body if re.match(r"fml[as]\s+v\d+\.4s", line)]
-    loads = []
+    """As for x86. Either may be loaded by half of a pair; a scalar alone, into all lanes, or with its neighbours in one register, whose
+    elements are then operands."""
+    accumulators, rows, scalars = [], 0, []
+    displacements, elements = {}, {}  # of the registers that were loaded last
+
+    def forget(register):
+        nonlocal rows
+        if register in displacements:
+            size, displacement = displacements.pop(register)
+            used = elements.pop(register, set())
+            if size == "q" and not used:
+                rows += 1
+            else:
+                scalars.extend(displacement + 4 * element for element in sorted(used or {0}))
+
     for line in body:
-        if load := re.match(r"(ld[pu]?r?|ld1r?)\s+\{?\s*([qsv])\d+.*\[\w+(?:, #(-?\w+))?", line):
-            loads += [(load[2], int(load[3] or "0", 0) + 4 * half) for half in range(1 + (load[1] == "ldp"))]
-    rows = sum(register == "q" for register, _ in loads)
-    return accumulators, rows, [displacement for register, displacement in loads if register != "q"]
+        if multiply_add := re.match(r"fml[as]\s+v(\d+)\.4s, v\d+\.4s, v(\d+)\.4?s(?:\[(\d)\])?", line):
+            accumulators.append(multiply_add[1])
+            if multiply_add[3]:
+                elements.setdefault(multiply_add[2], set()).add(int(multiply_add[3]))
+        elif load := re.match(r"ld(?:p|r|ur|1r?)\s+\{?\s*([qdsv])(\d+)[^,]*(?:, [qds](\d+))?, \[\w+(?:, #(-?\w+))?", line):
+            size, *registers, displacement = load.groups()
+            for half, register in enumerate(filter(None, registers)):
+                forget(register)
+                displacements[register] = size, int(displacement or "0", 0) + half * {"q": 16, "d": 8, "s": 4, "v": 0}[size]
+    for register in list(displacements):
+        forget(register)
+    return accumulators, rows, scalars
 
 
 def functions(path):

@@ -67,7 +67,7 @@ pub fn measure_of(args: &Args) -> crate::Result<Measure> {
         (Bf16, F32) => measure::<bf16, f32>,
         (Bf16, F16) => measure::<bf16, f16>,
         (Bf16, Bf16) => measure::<bf16, bf16>,
-        (F64, F64) => return Err("--dtype f64: the library does not compute in f64 yet".into()),
+        (F64, F64) => measure::<f64, f64>,
         (F64, _) | (_, F64) => {
             let name = |dtype: Dtype| format!("{} (accumulated in {})", dtype.name(), dtype.accumulator().name());
             return Err(format!("--dtype {} does not go with --kv-dtype {}", name(dtype), name(kv_dtype)).into());
@@ -83,7 +83,7 @@ where
 {
     let Args { mode, layout, mask, inputs: kind, repeat_seconds, compare, .. } = *sweep.args;
     let config = sweep.config();
-    let plan = AttentionPlan::new(shape, &config)?;
+    let plan = AttentionPlan::<T::Acc>::with_accumulator(shape, &config)?;
 
     phase("inputs");
     let kv_pages = if mode == Mode::Decode { Pages::Huge } else { Pages::Plain };

@@ -4,6 +4,7 @@
 
 use pulp::Simd;
 
+use super::broadcast::broadcast;
 use super::lane::Lane;
 use super::split_tiles;
 use crate::mask::RowBounds;
@@ -93,7 +94,7 @@ unsafe fn value_tile<S: Simd, A: Lane, const DIMS: usize, const ROW_VECTORS: usi
         for _ in 0..keys {
             let p: [A::Vector<S>; ROW_VECTORS] = core::array::from_fn(|vector| A::load::<S>(probs.add(vector * lanes)));
             for dim in 0..DIMS {
-                let value = A::splat(simd, *v.add(dim));
+                let value = broadcast::<S, A, DIMS>(simd, v, dim);
                 for vector in 0..ROW_VECTORS {
                     acc[dim][vector] = A::mul_add(simd, value, p[vector], acc[dim][vector]);
                 }
