@@ -104,21 +104,11 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         if any.is_empty() {
             return;
         }
-        // Only the last rows of the task fetch: by then the others have read the block.
-        let fetches = first + ROWS == self.task.rows;
-        let v_rows = Ahead {
-            start: self.v.start.cast(),
-            stride_bytes: self.v.stride.wrapping_mul(size_of::<K>()),
-            rows: self.keys,
-            row_bytes: self.value_dim * size_of::<K>(),
-        };
-        let v_rows = if first == 0 { v_rows.from(any.start) } else { Ahead { rows: 0, ..v_rows } };
-        let next_k = Ahead {
-            start: self.k.from(self.keys).start.cast(),
-            stride_bytes: self.k.stride.wrapping_mul(size_of::<K>()),
-            rows: if fetches { self.next_keys } else { 0 },
-            row_bytes: self.head_dim * size_of::<K>(),
-        };
+        // The first rows fetch V while they read K, the last ones the next K while they read V.
+        let nothing = Ahead::nothing(self.q_rows[first]);
+        let v_rows = if first == 0 { Ahead::rows(self.v.from(any.start)) } else { nothing };
+        let fetches_keys = first + ROWS == self.task.rows && self.next_keys > 0;
+        let next_k = if fetches_keys { Ahead::rows(self.k.from(self.keys)) } else { nothing };
         let mut q = [self.q_rows[first]; ROWS];
         q.copy_from_slice(&self.q_rows[first..first + ROWS]);
         let scores = self.scratch.scores[first * stride..(first + ROWS) * stride].as_mut_ptr();
@@ -155,42 +145,30 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         }
         // Keys that every row sees are multiplied together; before and after them each row is by itself.
         let (left, right) = if all.is_empty() { (any.end, any.end) } else { (all.start, all.end) };
-        let no_fetch = Ahead { rows: 0, ..next_k };
         // Whether the accumulators of a row hold nothing yet: they are written then, not read.
         let mut is_new = [self.is_first; ROWS];
-        for (row, keys) in keys.iter().enumerate() {
-            let edge = keys.start..keys.end.min(left);
-            if ROWS > 1 && !edge.is_empty() {
-                self.values::<S, VECTORS, 1>(
-                    simd,
-                    first + row,
-                    edge,
-                    (!is_new[row]).then_some([rescale[row]]),
-                    no_fetch,
-                );
-                (is_new[row], rescale[row]) = (false, A::from_index(1));
+        for (from, to) in [(any.start, left), (left, right), (right, any.end)] {
+            if from >= to {
+                continue;
             }
-        }
-        if left < right {
-            let all_new = is_new.iter().all(|&is_new| is_new);
-            for row in 0..ROWS {
-                if is_new[row] && !all_new {
-                    self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim].fill(A::ZERO);
+            if ROWS == 1 || (from, to) == (left, right) {
+                let all_new = is_new.iter().all(|&is_new| is_new);
+                for row in 0..ROWS {
+                    if is_new[row] && !all_new {
+                        self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim].fill(A::ZERO);
+                    }
                 }
+                self.values::<S, VECTORS, ROWS>(simd, first, from..to, (!all_new).then_some(rescale), next_k);
+                (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
+                continue;
             }
-            self.values::<S, VECTORS, ROWS>(simd, first, left..right, (!all_new).then_some(rescale), next_k);
-            (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
-        }
-        for (row, keys) in keys.iter().enumerate() {
-            let edge = keys.start.max(right)..keys.end;
-            if ROWS > 1 && !edge.is_empty() {
-                self.values::<S, VECTORS, 1>(
-                    simd,
-                    first + row,
-                    edge,
-                    (!is_new[row]).then_some([rescale[row]]),
-                    no_fetch,
-                );
+            for row in 0..ROWS {
+                let edge = keys[row].start.max(from)..keys[row].end.min(to);
+                if !edge.is_empty() {
+                    let rescale_row = (!is_new[row]).then_some([rescale[row]]);
+                    self.values::<S, 4, 1>(simd, first + row, edge, rescale_row, nothing);
+                    (is_new[row], rescale[row]) = (false, A::from_index(1));
+                }
             }
         }
     }

@@ -37,11 +37,11 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     /// `a * b + c`, fused wherever the set has it.
     fn mul_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
     fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
-    /// The sums of the lanes of four vectors, each in the same order.
+    /// The sums of the lanes of several vectors, each in the same order.
     #[inline(always)]
-    fn reduce_sums<S: Simd>(simd: S, vectors: [Self::Vector<S>; 4]) -> [Self; 4] {
-        let mut sums = [Self::ZERO; 4];
-        for i in 0..4 {
+    fn reduce_sums<S: Simd, const N: usize>(simd: S, vectors: [Self::Vector<S>; N]) -> [Self; N] {
+        let mut sums = [Self::ZERO; N];
+        for i in 0..N {
             sums[i] = Self::reduce_sum(simd, vectors[i]);
         }
         sums
@@ -188,8 +188,8 @@ impl Lane for f32 {
         simd.max_f32s(a, b)
     }
     #[inline(always)]
-    fn reduce_sums<S: Simd>(simd: S, vectors: [S::f32s; 4]) -> [f32; 4] {
-        super::reduce::sums_of_four(simd, vectors)
+    fn reduce_sums<S: Simd, const N: usize>(simd: S, vectors: [S::f32s; N]) -> [f32; N] {
+        super::reduce::sums(simd, vectors)
     }
     #[inline(always)]
     fn reduce_sum<S: Simd>(simd: S, a: S::f32s) -> f32 {

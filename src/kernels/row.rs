@@ -28,45 +28,35 @@ impl<K> Rows<K> {
     }
 }
 
-/// What to fetch into the cache while a product runs: `len` bytes in each of the rows of a matrix that is needed next.
+/// The rows of a matrix that is needed next, to be fetched into the cache while a product runs. Without a branch: where there
+/// is nothing to fetch, some line that is there already is fetched again, and past the end of a row whatever lies there.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead {
-    pub(crate) start: *const u8,
-    pub(crate) stride_bytes: usize,
-    pub(crate) rows: usize,
-    pub(crate) row_bytes: usize,
+    start: *const u8,
+    stride_bytes: usize,
 }
 
 impl Ahead {
+    pub(crate) fn rows<K>(rows: Rows<K>) -> Self {
+        Self { start: rows.start.cast(), stride_bytes: rows.stride.wrapping_mul(size_of::<K>()) }
+    }
+
+    /// Nothing new: a place that is in use.
+    pub(crate) fn nothing<A>(place: *const A) -> Self {
+        Self { start: place.cast(), stride_bytes: 0 }
+    }
+
     /// Without the first rows.
     pub(crate) fn from(self, row: usize) -> Self {
         let start = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
-        Self { start, rows: self.rows.saturating_sub(row), ..self }
+        Self { start, ..self }
     }
 
-    /// All cache lines of a row.
+    /// The cache line of a row that contains its byte `at`, where rows begin with a line.
     #[inline(always)]
-    fn fetch_row(&self, row: usize) {
-        if row < self.rows {
-            let row = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
-            let mut at = 0;
-            while at < self.row_bytes {
-                prefetch(row.wrapping_add(at));
-                at += CACHE_LINE;
-            }
-        }
-    }
-
-    /// The cache lines of a row that begin in `bytes`.
-    #[inline(always)]
-    fn fetch_part(&self, row: usize, mut from: usize, to: usize) {
-        if row < self.rows {
-            let row = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
-            while from < to.min(self.row_bytes) {
-                prefetch(row.wrapping_add(from));
-                from += CACHE_LINE;
-            }
-        }
+    fn fetch(&self, row: usize, at: usize) {
+        let line = at / CACHE_LINE * CACHE_LINE;
+        prefetch(self.start.wrapping_add(row.wrapping_mul(self.stride_bytes).wrapping_add(line)));
     }
 }
 
@@ -107,20 +97,14 @@ pub(crate) unsafe fn score_rows<S: Simd, A: Lane, K: Stored<A>, const KEYS: usiz
     // SAFETY: `key + KEYS <= keys`, or `key < keys`.
     unsafe {
         while key + KEYS <= keys {
-            for next in key..key + KEYS {
-                ahead.fetch_row(next);
-            }
-            let sums = dots::<S, A, K, KEYS, ROWS>(simd, q, k.from(key), head_dim);
-            for (row, sums) in sums.iter().enumerate() {
-                for (i, &sum) in sums.iter().enumerate() {
-                    scores.add(row * scores_stride + key + i).write(sum);
-                }
+            let sums = dots::<S, A, K, KEYS, ROWS>(simd, q, k.from(key), head_dim, ahead.from(key));
+            for row in 0..ROWS {
+                scores.add(row * scores_stride + key).cast::<[A; KEYS]>().write_unaligned(sums[row]);
             }
             key += KEYS;
         }
         while key < keys {
-            ahead.fetch_row(key);
-            let sums = dots::<S, A, K, 1, ROWS>(simd, q, k.from(key), head_dim);
+            let sums = dots::<S, A, K, 1, ROWS>(simd, q, k.from(key), head_dim, ahead.from(key));
             for (row, &[sum]) in sums.iter().enumerate() {
                 scores.add(row * scores_stride + key).write(sum);
             }
@@ -139,40 +123,41 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     q: [*const A; ROWS],
     k: Rows<K>,
     head_dim: usize,
+    ahead: Ahead,
 ) -> [[A; KEYS]; ROWS] {
     let lanes = A::lanes::<S>();
     let zero = A::splat(simd, A::ZERO);
     // A row alone has two sums a key: they halve the chain of dependent FMAs, which is what a single key waits for.
     let mut acc = [[[zero; 2]; KEYS]; ROWS];
-    let second = if ROWS == 1 { 1 } else { 0 };
     let mut p = 0;
+    let mut step = 0;
     // SAFETY: `p + lanes <= head_dim` in the loops; behind them `head_dim - p` elements are left of every row.
     unsafe {
-        while p + 2 * lanes <= head_dim {
-            for half in 0..2 {
-                let at = p + half * lanes;
-                let mut keys = [zero; KEYS];
+        while p + lanes <= head_dim {
+            // Each row has a line to be fetched for as many steps as it takes to get through one: some rows in every step.
+            let steps = (CACHE_LINE / (lanes * size_of::<K>())).max(1);
+            let rows = (KEYS / steps).max(1);
+            for row in 0..rows {
+                ahead.fetch((step % steps * rows + row).min(KEYS - 1), p * size_of::<K>());
+            }
+            let mut keys = [zero; KEYS];
+            for key in 0..KEYS {
+                keys[key] = K::widen::<S>(simd, k.start.add(key * k.stride + p));
+            }
+            for row in 0..ROWS {
+                let q = A::load::<S>(q[row].add(p));
                 for key in 0..KEYS {
-                    keys[key] = K::widen::<S>(simd, k.start.add(key * k.stride + at));
-                }
-                for row in 0..ROWS {
-                    let q = A::load::<S>(q[row].add(at));
-                    for key in 0..KEYS {
-                        let sum = &mut acc[row][key][half * second];
-                        *sum = A::mul_add(simd, q, keys[key], *sum);
-                    }
+                    acc[row][key][0] = A::mul_add(simd, q, keys[key], acc[row][key][0]);
                 }
             }
-            p += 2 * lanes;
-        }
-        if p + lanes <= head_dim {
-            for key in 0..KEYS {
-                let k = K::widen::<S>(simd, k.start.add(key * k.stride + p));
-                for row in 0..ROWS {
-                    acc[row][key][0] = A::mul_add(simd, A::load::<S>(q[row].add(p)), k, acc[row][key][0]);
+            if ROWS == 1 {
+                // The sums take turns.
+                for key in 0..KEYS {
+                    acc[0][key].swap(0, 1);
                 }
             }
             p += lanes;
+            step += 1;
         }
         if p < head_dim {
             for key in 0..KEYS {
@@ -180,12 +165,23 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
                 let k = K::widen_partial::<S>(simd, tail);
                 for row in 0..ROWS {
                     let q = A::load_partial(simd, core::slice::from_raw_parts(q[row].add(p), head_dim - p));
-                    acc[row][key][second] = A::mul_add(simd, q, k, acc[row][key][second]);
+                    acc[row][key][0] = A::mul_add(simd, q, k, acc[row][key][0]);
                 }
             }
         }
     }
     let mut sums = [[A::ZERO; KEYS]; ROWS];
+    if ROWS * KEYS == 16 {
+        let mut vectors = [zero; 16];
+        for i in 0..16.min(ROWS * KEYS) {
+            vectors[i] = acc[i / KEYS][i % KEYS][0];
+        }
+        let sixteen = A::reduce_sums(simd, vectors);
+        for i in 0..16.min(ROWS * KEYS) {
+            sums[i / KEYS][i % KEYS] = sixteen[i];
+        }
+        return sums;
+    }
     let mut index = 0;
     while index < ROWS * KEYS {
         let mut vectors = [zero; 4];
@@ -243,12 +239,6 @@ pub(crate) unsafe fn value_rows<S: Simd, A: Lane, K: Stored<A>, const VECTORS: u
             value_vectors::<S, A, K, 4, ROWS>(simd, &op, d);
             d += 4 * lanes;
         }
-        if VECTORS > 2 {
-            while d + 2 * lanes <= op.value_dim {
-                value_vectors::<S, A, K, 2, ROWS>(simd, &op, d);
-                d += 2 * lanes;
-            }
-        }
         while d + lanes <= op.value_dim {
             value_vectors::<S, A, K, 1, ROWS>(simd, &op, d);
             d += lanes;
@@ -282,12 +272,11 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
                 }
             }
         }
-        // The share of the next block that belongs to these features: all shares together are the whole of it.
-        let (from, to) = (d * size_of::<K>(), (d + VECTORS * lanes) * size_of::<K>());
-        let (from, to) = (from.next_multiple_of(CACHE_LINE), to);
         let mut v = op.v.start.wrapping_add(d);
         for key in 0..op.keys {
-            op.ahead.fetch_part(key, from, to);
+            for line in 0..(VECTORS * lanes * size_of::<K>() / CACHE_LINE).max(1) {
+                op.ahead.fetch(key, d * size_of::<K>() + line * CACHE_LINE);
+            }
             let mut values = [A::splat(simd, A::ZERO); VECTORS];
             for vector in 0..VECTORS {
                 values[vector] = K::widen::<S>(simd, v.add(vector * lanes));
