@@ -110,11 +110,17 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         };
         softmax_step::<S, A, ROW_VECTORS>(simd, scores, state, !is_edge);
 
-        let hidden_values_are_finite = !is_edge
-            || *values_finite.get_or_insert_with(|| {
+        // (No closure, as in `get_or_insert_with`: it would be compiled without the target features.)
+        let hidden_values_are_finite = match *values_finite {
+            _ if !is_edge => true,
+            Some(known) => known,
+            None => {
                 // SAFETY: `v` is valid for `self.keys` rows (see the field).
-                unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) }
-            });
+                let found = unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) };
+                *values_finite = Some(found);
+                found
+            }
+        };
         if hidden_values_are_finite {
             for span in spans.into_iter().flatten() {
                 self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span);
