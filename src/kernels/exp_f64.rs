@@ -21,6 +21,7 @@ use super::lane::{Lane, has_fma};
 const UNDERFLOW: f64 = -708.0499;
 
 /// Coefficients of r^0..r^11: minimax for the relative error on [-ln(2)/2, ln(2)/2] with the first two fixed at 2.
+#[allow(clippy::excessive_precision)] // these decimals are the exact bits of the fit
 const COEFFICIENTS: [f64; 12] = [
     2.0,
     2.0,
