@@ -6,7 +6,7 @@ use crate::kernels::stored::Stored;
 use crate::packing::Packing;
 use crate::task::TaskKernels;
 
-/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, `f64`, [`f16`] and
+/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, `f64`, [`f16`](struct@f16) and
 /// [`bf16`].
 ///
 /// Every element type names the type in which scores, softmax and output are accumulated: itself, but `f32` for the two of 16 bits.
