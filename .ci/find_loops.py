@@ -9,7 +9,14 @@ import re
 from pathlib import Path
 
 # What multiplies and adds full registers. On the portable set every multiplication has one addition.
-X86_MULTIPLY_ADD = {"avx512": r"vfn?m(add|sub)\d+ps\s.*%zmm\d+$", "avx2": r"vfn?m(add|sub)\d+ps\s.*%ymm\d+$", "portable": r"addps\s"}
+X86_MULTIPLY_ADD = {
+    "avx512": r"vfn?m(add|sub)\d+ps\s.*%zmm\d+$",
+    "avx512_f64": r"vfn?m(add|sub)\d+pd\s.*%zmm\d+$",
+    "avx2": r"vfn?m(add|sub)\d+ps\s.*%ymm\d+$",
+    "avx2_f64": r"vfn?m(add|sub)\d+pd\s.*%ymm\d+$",
+    "portable": r"addps\s",
+    "portable_f64": r"addpd\s",
+}
 BRANCH = re.compile(r"(?:j[a-z]+|b\.[a-z]+|cbn?z|tbn?z|b)\s+(?:.*,\s*)?(\.L\w+)$")
 
 
@@ -23,11 +30,12 @@ def tile_sizes():
 class Loop:
     """An innermost loop.
 
-    instruction_set  as the library calls it; the portable sets share their functions and are all "portable" here
+    instruction_set  as the library calls it, with "_f64" where it computes in f64 (x86 alone); the portable sets share their functions and
+                     are all "portable" here
     kind             score | value | exp (of the softmax step) | other
     shape            of a score or value tile: (keys or value dims, vectors of rows), else None
     multiply_adds    of one iteration, which covers several features or keys where the compiler unrolled
-    vector_spills    instructions that move a vector from or to the stack
+    vector_spills    instructions that move a vector (on x86: more than one element) from or to the stack
     scalar_reloads   other instructions that touch the stack: a loop bound or a stride that found no register
     body             the instructions
     """
@@ -38,8 +46,9 @@ class Loop:
         stack = r"\[(sp|x29)\b" if instruction_set == "neon" else r"\(%rsp|\(%rbp" if has_frame_pointer else r"\(%rsp"
         vector = r"\b[qvds]\d+" if instruction_set == "neon" else r"%[xyz]mm"
         on_stack = [line for line in body if re.search(stack, line)]
-        self.vector_spills = [line for line in on_stack if re.search(vector, line)]
-        self.scalar_reloads = [line for line in on_stack if not re.search(vector, line)]
+        single = r"v?\w+s[sd]\s[^yz]*$"
+        self.vector_spills = [line for line in on_stack if re.search(vector, line) and not re.match(single, line)]
+        self.scalar_reloads = [line for line in on_stack if line not in self.vector_spills]
 
         operands = operands_neon if instruction_set == "neon" else operands_x86
         accumulators, rows, scalars = operands(instruction_set, [line for line in body if line not in on_stack])
@@ -51,7 +60,8 @@ class Loop:
             if width and registers % width == 0 and registers > width and self.multiply_adds == len(scalars) * width:
                 self.shape = (registers // width, width)
                 # A value tile takes neighbours in memory, a score tile one feature of each key.
-                neighbours = list(range(min(scalars), min(scalars) + 4 * self.shape[0], 4))
+                size = 8 if instruction_set.endswith("_f64") else 4
+                neighbours = list(range(min(scalars), min(scalars) + size * self.shape[0], size))
                 self.kind = "value" if sorted(set(scalars)) == neighbours else "score"
         if not self.shape and self.multiply_adds >= 4 and any(re.match(r"v?pslld|shl\s+v", line) for line in body):
             self.kind = "exp"
@@ -64,7 +74,7 @@ def operands_x86(instruction_set, body):
     rows += [line for line in body if re.match(r"v?(fn?m|mul)\w+\s+[^%]*\(", line) and "{1to" not in line]
     scalars = []
     for line in body:
-        if operand := re.match(r"(?:vbroadcastss|movss)\s+(-?\d*)\(.*\),|v\w+\s+(-?\d*)\(.*\)\{1to", line):
+        if operand := re.match(r"(?:vbroadcasts[sd]|movs[sd]|movddup)\s+(-?\d*)\(.*\),|v\w+\s+(-?\d*)\(.*\)\{1to", line):
             scalars.append(int(operand[1] or operand[2] or "0"))
     return accumulators, len(rows), scalars
 
@@ -136,12 +146,14 @@ def find_loops(paths):
                     instruction_set = "neon"
                 elif "4pulp3x862v4" in name:
                     instruction_set = "avx512"
-                elif "4pulp3x862v3" in name:
+                elif "15instruction_set4avx2" in name:
                     instruction_set = "avx2"
                 elif "%xmm" in text:
                     instruction_set = "portable"
                 else:
                     continue
+                if instruction_set != "neon" and re.search(r"(fn?m(add|sub)\d+|\badd)pd\s", text):
+                    instruction_set += "_f64"
                 loop = Loop(instruction_set, body, has_frame_pointer)
                 if loop.multiply_adds:
                     loops.append(loop)

@@ -6,8 +6,8 @@ use crate::kernels::stored::Stored;
 use crate::packing::Packing;
 use crate::task::TaskKernels;
 
-/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, `f64`, [`f16`](half::f16) and
-/// [`bf16`](half::bf16).
+/// A number that Q, K, V and the output may hold. Sealed: implemented for `f32`, `f64`, [`f16`](struct@f16) and
+/// [`bf16`].
 ///
 /// Every element type names the type in which scores, softmax and output are accumulated: itself, but `f32` for the two of 16 bits.
 /// All tensors of one call share that accumulator, so K and V may be of 16 bits where Q and the output are `f32`, and the other way

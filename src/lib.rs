@@ -21,6 +21,10 @@
 //! # Ok::<(), fused_attention::AttentionError>(())
 //! ```
 //!
+//! # Element types
+//! Q and the output have one type, K and V one, of `f32`, [`f16`](struct@f16) and [`bf16`] in any pair, all accumulated in `f32`; or all
+//! are of `f64`. See [`Element`].
+//!
 //! # Three tiers
 //! - [`attention()`] allocates its output.
 //! - [`attention_into`] writes to yours, of any strides, and keeps its scratch per thread.

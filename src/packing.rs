@@ -275,7 +275,7 @@ unsafe fn unpack_rows<S: Simd, T: Stored<A>, A: Lane>(
             *pointer = to.cast();
         }
         // SAFETY: valid for `value_dim` accumulators, as `T` is `A`.
-        return unsafe { transpose_panel::<S, A>(simd, panel, panel_rows, &pointers[..rows]) };
+        return unsafe { transpose_panel::<S, A>(simd, panel, panel_rows, (pointers, rows)) };
     }
     let mut chunk = [[A::ZERO; CHUNK]; SIDE];
     for first_dim in (0..value_dim).step_by(CHUNK) {
@@ -286,7 +286,7 @@ unsafe fn unpack_rows<S: Simd, T: Stored<A>, A: Lane>(
             *pointer = chunk.as_mut_ptr();
         }
         // SAFETY: each row of the chunk has room for `dims` elements.
-        unsafe { transpose_panel::<S, A>(simd, &panel[..end], panel_rows, &pointers[..rows]) };
+        unsafe { transpose_panel::<S, A>(simd, &panel[..end], panel_rows, (pointers, rows)) };
         for (chunk, &to) in chunk.iter().zip(to) {
             // SAFETY: `first_dim + dims <= value_dim`.
             unsafe { narrow_row::<S, T, A>(simd, &chunk[..dims], to.wrapping_add(first_dim * stride), stride) };
@@ -294,26 +294,27 @@ unsafe fn unpack_rows<S: Simd, T: Stored<A>, A: Lane>(
     }
 }
 
-/// As [`unpack_rows`] for contiguous accumulators.
+/// As [`unpack_rows`] for contiguous accumulators, into the first `rows` of `to`.
 ///
 /// # Safety
 /// As [`unpack_rows`].
 #[inline(always)]
-unsafe fn transpose_panel<S: Simd, A: Lane>(simd: S, panel: &[A], panel_rows: usize, to: &[*mut A]) {
+unsafe fn transpose_panel<S: Simd, A: Lane>(
+    simd: S,
+    panel: &[A],
+    panel_rows: usize,
+    (to, rows): ([*mut A; SIDE], usize),
+) {
     let value_dim = panel.len().div_ceil(panel_rows);
-    let mut rows = [core::ptr::null_mut(); SIDE];
     let mut d = 0;
     while d + SIDE <= value_dim {
         let from: [*const A; SIDE] = core::array::from_fn(|i| panel[(d + i) * panel_rows..][..SIDE].as_ptr());
-        for (row, &to) in rows.iter_mut().zip(to) {
-            *row = to.wrapping_add(d);
-        }
         // SAFETY: `from` has just been cut to size; `d + SIDE <= value_dim`, the length of a row.
-        unsafe { A::transpose(simd, from, &rows[..to.len()]) };
+        unsafe { A::transpose(simd, from, &to.map(|row| row.wrapping_add(d))[..rows]) };
         d += SIDE;
     }
     while d < value_dim {
-        for (from, &to) in panel[d * panel_rows..].iter().zip(to) {
+        for (from, &to) in panel[d * panel_rows..].iter().zip(&to[..rows]) {
             // SAFETY: `d < value_dim`, the length of a row.
             unsafe { to.add(d).write(*from) };
         }

@@ -58,7 +58,7 @@ const TASKS_PER_THREAD: usize = 4;
 /// };
 /// let plan = AttentionPlan::new(&shape, &AttentionConfig::causal())?;
 /// let mut workspace = Workspace::for_plan(&plan)?;
-/// let (q, kv, mut out) = (vec![0.5; 4 * 10 * 8], vec![0.25; 2 * 10 * 8], vec![0.0; 4 * 10 * 8]);
+/// let (q, kv, mut out) = (vec![0.5f32; 4 * 10 * 8], vec![0.25f32; 2 * 10 * 8], vec![0.0; 4 * 10 * 8]);
 /// for _layer in 0..2 {
 ///     let kv = TensorView::from_bhsd(&kv, [1, 2, 10, 8])?;
 ///     let inputs = AttentionInputs::new(TensorView::from_bhsd(&q, [1, 4, 10, 8])?, kv, kv);

@@ -173,11 +173,17 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         };
         softmax_step::<S, A, ROW_VECTORS>(simd, scores, state, !is_edge);
 
-        let hidden_values_are_finite = !is_edge
-            || *values_finite.get_or_insert_with(|| {
+        // (No closure, as in `get_or_insert_with`: it would be compiled without the target features.)
+        let hidden_values_are_finite = match *values_finite {
+            _ if !is_edge => true,
+            Some(known) => known,
+            None => {
                 // SAFETY: `v` is valid for `self.keys` rows (see the field).
-                unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) }
-            });
+                let found = unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) };
+                *values_finite = Some(found);
+                found
+            }
+        };
         // Where hidden values are not finite: tiles where every row sees every key, and key by key at the edges.
         let (mut parts, mut by_key) = (spans, [false; 3]);
         if !hidden_values_are_finite {

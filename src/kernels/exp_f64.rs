@@ -4,7 +4,7 @@
 //! [`exp`](super::exp), which says why there is a factor of 2 and why NaN is safe, but:
 //! 1. `n ln(2)` is subtracted in two parts. The first has 33 bits, so that `n` times it is exact even where multiply-add is not
 //!    fused; what is lost of `r` is its last rounding.
-//! 2. `p` has degree 11, with `p(0) = 2` and `p'(0) = 2` exactly: relative error 1.1e-17 as rounded. Largest error of e^x: 0.88 ULP,
+//! 2. `p` has degree 11, with `p(0) = 2` and `p'(0) = 2` exactly: relative error 1.1e-17 as rounded. Largest error of e^x: 0.94 ULP,
 //!    1.20 where multiply-add is not fused.
 //! 3. The `Simd` trait shifts 32-bit lanes alone. `n + 1.5 * 2^20` has its integer in the low bits of its upper half and zeros in its
 //!    lower one, so shifting both halves by 20 builds the exponent field.
@@ -21,6 +21,7 @@ use super::lane::{Lane, has_fma};
 const UNDERFLOW: f64 = -708.0499;
 
 /// Coefficients of r^0..r^11: minimax for the relative error on [-ln(2)/2, ln(2)/2] with the first two fixed at 2.
+#[allow(clippy::excessive_precision)] // these decimals are the exact bits of the fit
 const COEFFICIENTS: [f64; 12] = [
     2.0,
     2.0,
@@ -95,7 +96,7 @@ mod tests {
 
     /// As stated at the top of the file.
     fn stated_ulp(set: InstructionSet) -> f64 {
-        if set.name().starts_with("portable") { 1.20 } else { 0.88 }
+        if set.name().starts_with("portable") { 1.20 } else { 0.94 }
     }
 
     /// A number as the sum of two: some 100 bits.
@@ -159,6 +160,18 @@ mod tests {
             let stated = stated_ulp(set);
             assert!(error <= stated, "{set}: {error} ULP, stated {stated}");
             assert!(error >= 0.9 * stated, "{set}: {error} ULP, state less than {stated}");
+        }
+    }
+
+    #[test]
+    #[ignore = "30 million numbers: a minute"]
+    fn exp_is_as_exact_as_stated_densely() {
+        for first in 0..300u32 {
+            let x: Vec<f64> = (0..100_000).map(|i| f64::from(i) * -7.080_3e-3 - f64::from(first) * 2.3e-5).collect();
+            for set in sets() {
+                let error = largest_error(set, &x);
+                assert!(error <= stated_ulp(set), "{set}: {error} ULP from {} on", x[0]);
+            }
         }
     }
 
