@@ -3,10 +3,9 @@
 mod common;
 
 use common::{
-    Expected, KV_BLOCKS, Layout, PANELS, Problem, TILES, Tensor, ascending_problem, by_profile, instruction_sets,
-    masks, normal_problem, run_into,
+    Expected, KV_BLOCKS, Layout, Number, PANELS, Problem, TILES, Tensor, by_profile, instruction_sets, masks, run_into,
 };
-use fused_attention::{AttentionConfig, AttentionShape, reference};
+use fused_attention::{AttentionConfig, AttentionShape, bf16, f16, reference};
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{RngSeed, TestCaseResult};
@@ -19,9 +18,38 @@ enum Fill {
     Ascending(f64),
 }
 
+/// Element types: of Q and the output, of K and V.
+#[derive(Debug, Clone, Copy)]
+enum Types {
+    F32F32,
+    F16F16,
+    Bf16Bf16,
+    F32F16,
+    F32Bf16,
+    F16F32,
+    F16Bf16,
+    Bf16F32,
+    Bf16F16,
+}
+
+impl Types {
+    const ALL: [Self; 9] = [
+        Self::F32F32,
+        Self::F16F16,
+        Self::Bf16Bf16,
+        Self::F32F16,
+        Self::F32Bf16,
+        Self::F16F32,
+        Self::F16Bf16,
+        Self::Bf16F32,
+        Self::Bf16F16,
+    ];
+}
+
 /// Everything that a call depends on.
 #[derive(Debug, Clone)]
 struct Case {
+    types: Types,
     shape: AttentionShape,
     config: AttentionConfig,
     fill: Fill,
@@ -33,10 +61,10 @@ struct Case {
 }
 
 impl Case {
-    fn problem(&self) -> Problem {
+    fn problem<T: Number, K: Number<Real = T::Real>>(&self) -> Problem<T, K> {
         let contiguous = match self.fill {
-            Fill::Normal => normal_problem(&self.shape, self.seed),
-            Fill::Ascending(rise) => ascending_problem(&self.shape, self.seed, rise, self.config.softmax_scale),
+            Fill::Normal => Problem::<T, K>::normal(&self.shape, self.seed),
+            Fill::Ascending(rise) => Problem::ascending(&self.shape, self.seed, rise, self.config.softmax_scale),
         };
         Problem {
             q: contiguous.q.in_layout(self.layouts[0]),
@@ -86,11 +114,12 @@ fn any_fill() -> impl Strategy<Value = Fill> {
 }
 
 fn case(shape: impl Strategy<Value = AttentionShape>) -> impl Strategy<Value = Case> {
+    let types = prop_oneof![1 => Just(Types::F32F32), 1 => select(Types::ALL.to_vec())];
     let config = (select(masks().to_vec()), any_scale());
-    (shape, config, any_fill(), any::<u64>(), any_layouts(), proptest::bool::weighted(0.2)).prop_map(
-        |(shape, (mut config, scale), fill, seed, layouts, v_lies_in_k)| {
+    (types, shape, config, any_fill(), any::<u64>(), any_layouts(), proptest::bool::weighted(0.2)).prop_map(
+        |(types, shape, (mut config, scale), fill, seed, layouts, v_lies_in_k)| {
             config.softmax_scale = scale.map(|scale| scale / (shape.head_dim as f64).sqrt());
-            Case { shape, config, fill, seed, layouts, v_lies_in_k }
+            Case { types, shape, config, fill, seed, layouts, v_lies_in_k }
         },
     )
 }
@@ -110,7 +139,21 @@ fn proptest_config(default_cases: u32, quick_cases: u32) -> ProptestConfig {
 
 /// The law of this file, on every instruction set.
 fn check(case: &Case) -> TestCaseResult {
-    let problem = case.problem();
+    match case.types {
+        Types::F32F32 => check_types::<f32, f32>(case),
+        Types::F16F16 => check_types::<f16, f16>(case),
+        Types::Bf16Bf16 => check_types::<bf16, bf16>(case),
+        Types::F32F16 => check_types::<f32, f16>(case),
+        Types::F32Bf16 => check_types::<f32, bf16>(case),
+        Types::F16F32 => check_types::<f16, f32>(case),
+        Types::F16Bf16 => check_types::<f16, bf16>(case),
+        Types::Bf16F32 => check_types::<bf16, f32>(case),
+        Types::Bf16F16 => check_types::<bf16, f16>(case),
+    }
+}
+
+fn check_types<T: Number, K: Number<Real = T::Real>>(case: &Case) -> TestCaseResult {
+    let problem = case.problem::<T, K>();
     let expected = Expected::new(&problem, &case.config);
     for set in instruction_sets() {
         let answer = run_into(&problem, &case.config.with_instruction_set(set), case.layouts[3]);
@@ -212,7 +255,7 @@ fn normal_inputs_stay_within_the_absolute_bound() {
         [(512, 512, 64, 61), (1000, 1000, 128, 199), (4096, 4096, 64, 509), (64, 4096, 128, 13), (40, 2048, 320, 13)];
     let in_quick = [(200, 200, 64, 61), (20, 600, 128, 13)];
     for (q_len, kv_len, dim, stride) in by_profile(default.to_vec(), in_quick.to_vec()) {
-        let problem = normal_problem(&common::one_head(q_len, kv_len, dim, dim), 7);
+        let problem = common::normal_problem(&common::one_head(q_len, kv_len, dim, dim), 7);
         let bound = 2e-6 * (dim as f64 / 128.0).sqrt().max(1.0);
         for config in [AttentionConfig::causal(), AttentionConfig::full()] {
             for set in instruction_sets() {
