@@ -7,7 +7,7 @@ mod executed;
 mod inputs;
 mod number;
 mod tensor;
-mod wide;
+pub mod wide;
 mod yardstick;
 
 use fused_attention::{
