@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Expected, Layout, Number, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem,
-    one_head, pattern, run_into, run_on, wide,
+    Layout, Number, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem, one_head,
+    pattern, run_into, run_on, wide,
 };
 use fused_attention::{AttentionConfig, AttentionShape, Parallelism, bf16, f16, reference};
 
@@ -66,13 +66,11 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
     if T::NAME == T::Real::NAME && K::NAME == K::Real::NAME {
         return; // nothing is narrow
     }
-    let assert_same = |problem: &Problem<T, K>, config: &AttentionConfig, out_layout| {
-        let found = run_into(problem, config, out_layout);
-        let expected = common::run(&problem.widened(), config);
-        let rounded: Vec<T> = expected.out.values().iter().map(|x| T::nearest(x.value())).collect();
-        let what = (problem.shape(), problem.k.strides, out_layout, config);
-        assert_eq!(found.out_bits(), common::bits(&rounded), "{what:?}");
-        assert_eq!(common::bits(&found.logsumexp), common::bits(&expected.logsumexp), "{what:?}");
+    // Output and log-sum-exp of the widened copy.
+    let widened = |problem: &Problem<T, K>, config: &AttentionConfig| {
+        let answer = common::run(&problem.widened(), config);
+        let rounded: Vec<T> = answer.out.values().iter().map(|x| T::nearest(x.value())).collect();
+        (common::bits(&rounded), common::bits(&answer.logsumexp))
     };
     let all_rows = by_profile((1..=40).collect(), vec![1, 2, 7, 8, 9, 16, 17, 33]);
     for rows in all_rows {
@@ -89,11 +87,11 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
         for set in instruction_sets() {
             for config in [AttentionConfig::causal(), AttentionConfig::full()] {
                 let config = config.with_instruction_set(set).with_softmax_scale(0.7);
-                for layout in Layout::DISTINCT {
-                    if layout != Layout::PowerOfTwoRows || rows % 4 == 0 {
-                        assert_same(&problem.in_layout(layout), &config, layout);
-                    }
-                }
+                let expected = widened(&problem, &config);
+                let layout = Layout::DISTINCT[rows % Layout::DISTINCT.len()];
+                let what = (shape, layout, config);
+                assert_eq!(run_into(&problem, &config, layout).bits(), expected, "out in {what:?}");
+                assert_eq!(run_into(&problem.in_layout(layout), &config, Layout::Bhsd).bits(), expected, "in {what:?}");
                 // One layout for each tensor, none of them another's.
                 let mixed = Problem {
                     q: problem.q.in_layout(Layout::Interleaved),
@@ -101,7 +99,8 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
                     v: problem.v.in_layout(Layout::Transposed),
                     v_lies_in_k: false,
                 };
-                assert_same(&mixed, &config, Layout::Bshd);
+                let expected = widened(&mixed, &config);
+                assert_eq!(run_into(&mixed, &config, Layout::Bshd).bits(), expected, "mixed {what:?}");
             }
         }
     }
@@ -124,11 +123,16 @@ fn unit_rows<T: Number>(shape: [usize; 4]) -> Tensor<T> {
 }
 
 /// Numbers of rows for each kernel.
-const ROWS: [usize; 2] = [4, 16];
+const ROWS: [usize; 2] = [2, 9];
+
+/// Every number, or some of each kind in the quick profile.
+fn sampled<T: Number>(numbers: impl Iterator<Item = T>) -> Vec<T> {
+    numbers.step_by(by_profile(1, 13)).collect()
+}
 
 /// A row that sees one key gives its value. 256 features, so that whole vectors are converted, and 251 with a tail.
 fn assert_values_come_out<T: Number, K: Number<Real = T::Real>>(values: &[K]) {
-    for (q_len, value_dim) in ROWS.into_iter().zip([256, 251]).chain([(16, 256)]) {
+    for (q_len, value_dim) in ROWS.into_iter().zip([251, 256]) {
         let v = filled(values, [1, value_dim]);
         let heads = v.shape[1];
         let problem = Problem::<T, K>::new(ones([1, heads, q_len, 1]), ones([1, heads, 1, 1]), v);
@@ -161,9 +165,12 @@ fn assert_values_come_out<T: Number, K: Number<Real = T::Real>>(values: &[K]) {
 #[test]
 fn every_pattern_comes_out_of_the_values() {
     fn every_pattern<K: Number<Real = f32>>() {
-        // The canary, a NaN like others, would look like an output that was not written.
-        let is_not_canary = |pattern: &K| pattern.bits() != K::CANARY.bits();
-        let patterns: Vec<K> = (0..=0xffff).map(K::from_bits).filter(is_not_canary).chain([K::nans()[0]]).collect();
+        // The canary, a NaN like others, would look like an output that was not written; so would what becomes quiet as it.
+        let quiet = 1 << (K::PRECISION - 2);
+        let is_not_canary = |&pattern: &u64| pattern | quiet != K::CANARY.bits();
+        let mut patterns = sampled((0..=0xffff).filter(is_not_canary).map(K::from_bits));
+        patterns.extend(K::nans());
+        patterns.resize(patterns.len().next_multiple_of(256), K::exactly(f64::INFINITY));
         assert_values_come_out::<f32, K>(&patterns);
         assert_values_come_out::<K, K>(&patterns);
     }
@@ -176,7 +183,7 @@ fn every_pattern_comes_out_of_the_values() {
 fn outputs_are_rounded_to_nearest_even() {
     fn around_every_number<T: Number<Real = f32>>() {
         let mut values = Vec::new();
-        for number in T::all_numbers().filter(|x| x.value().is_finite()) {
+        for number in sampled(T::all_numbers().filter(|x| x.value().is_finite())) {
             let middle = (number.value() + (T::ulp(number.value()) / 2.0).copysign(number.value())) as f32;
             values.extend([number.widened(), middle.next_down(), middle, middle.next_up()]);
         }
@@ -192,7 +199,7 @@ fn outputs_are_rounded_to_nearest_even() {
 #[test]
 fn every_number_counts_exactly_in_the_keys() {
     fn every_key<K: Number<Real = f32>>() {
-        let numbers: Vec<K> = K::all_numbers().filter(|x| x.value().is_finite()).collect();
+        let numbers = sampled(K::all_numbers().filter(|x| x.value().is_finite()));
         for rows in ROWS {
             let k = filled(&numbers, [1, rows]);
             let heads = k.shape[1];
@@ -216,7 +223,7 @@ fn every_number_counts_exactly_in_the_keys() {
 fn every_number_counts_exactly_in_the_queries() {
     fn every_query<T: Number<Real = f32>>() {
         const FEATURES: usize = 11;
-        let numbers: Vec<T> = T::all_numbers().filter(|x| x.value().is_finite()).collect();
+        let numbers = sampled(T::all_numbers().filter(|x| x.value().is_finite()));
         for rows in ROWS {
             let all = filled(&numbers, [rows, FEATURES]);
             let heads = all.shape[1];
@@ -281,15 +288,20 @@ fn large_values_over_many_keys_stay_finite_and_right() {
                 1 => f16::nearest(-30000.0),
                 _ => f16::nearest(3e4 * pattern::<f32>(index).value()),
             });
-            for config in [AttentionConfig::full(), AttentionConfig::causal()] {
-                let expected = Expected::new(&problem, &config);
+            // The first row sees the fewest keys, the last one all.
+            let config = AttentionConfig::causal();
+            for query in [0, q_len / 2, q_len - 1] {
+                let (right, _) = reference::attention_row(&problem.inputs(), &config, [0, 0, query]).unwrap();
                 for set in instruction_sets() {
-                    let answer = run_on(set, &problem, &config);
-                    expected.assert_met_by(&answer, &(set, T::NAME, q_len, kv_len));
-                    for query in 0..q_len {
-                        let (out, _) = answer.row_values([0, 0, query]);
-                        let close = |x: f64, right: f64| (x - right).abs() <= 0.05 + T::ulp(right) / 2.0;
-                        assert!(close(out[0], 3e4) && close(out[1], -3e4), "{set}: {out:?}");
+                    let (out, _) = run_on(set, &problem, &config).row_values([0, 0, query]);
+                    for (out, right) in out.iter().zip(&right) {
+                        // [measured] 64k terms of one sign, summed one after the other in f32, lose up to 1.2e-5 of the sum.
+                        let bound = 2e-5 * 3e4 + if T::NAME == "f32" { 0.0 } else { T::ulp(*right) / 2.0 };
+                        assert!(
+                            (out - right).abs() <= bound,
+                            "{set} {} {q_len} x {kv_len}: {out}, not {right}",
+                            T::NAME
+                        );
                     }
                 }
             }
@@ -384,8 +396,8 @@ fn half_precision_is_closer_to_f64_than_unfused_half_precision() {
 #[test]
 fn a_long_context_keeps_the_error_bound() {
     fn long<T: Number, K: Number<Real = T::Real>>() {
-        let long = by_profile((40, 16384), (12, 700));
-        let square = by_profile((1500, 1500), (250, 250));
+        let long = by_profile((20, 16384), (12, 700));
+        let square = by_profile((700, 700), (250, 250));
         for (q_len, kv_len) in [long, (2, long.1), square] {
             let problem = Problem::<T, K>::normal(&one_head(q_len, kv_len, 64, 32), 5);
             for set in instruction_sets() {
@@ -417,7 +429,7 @@ fn a_long_context_keeps_the_error_bound() {
 #[test]
 fn decoding_a_long_cache_uses_every_thread() {
     fn decode<T: Number, K: Number<Real = T::Real>>() {
-        let kv_len = by_profile(32768, 2048);
+        let kv_len = by_profile(8192, 1024);
         let shape = AttentionShape { num_heads: 8, num_kv_heads: 8, ..one_head(1, kv_len, 64, 64) };
         let problem = Problem::<T, K>::normal(&shape, 6);
         let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
