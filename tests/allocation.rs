@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{
-    Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets, masks, normal_problem,
+    Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets, masks_for, normal_problem,
     one_head,
 };
 use fused_attention::{
@@ -136,13 +136,14 @@ fn a_serial_plan_runs_without_allocating() {
 }
 
 fn a_serial_plan_runs_without_allocating_for<T: Number, K: Number<Real = T::Real>>() {
+    let problems = problems::<T, K>();
     for set in instruction_sets() {
-        for config in masks() {
+        for config in masks_for::<T, K>() {
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
-            for (problem, layout) in problems::<T, K>() {
+            for (problem, layout) in &problems {
                 let plan = T::plan(&problem.shape(), &config).unwrap();
                 let mut workspace = Workspace::for_plan(&plan).unwrap();
-                let mut out = Tensor::unwritten(problem.out_shape(), layout);
+                let mut out = Tensor::unwritten(problem.out_shape(), *layout);
                 let mut logsumexp = vec![T::Real::CANARY; problem.out_shape()[..3].iter().product()];
                 let allocations = allocations_of(|| {
                     let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
@@ -160,10 +161,11 @@ fn attention_into_allocates_on_the_first_call_of_a_thread_at_most() {
 }
 
 fn attention_into_allocates_on_the_first_call_of_a_thread_at_most_for<T: Number, K: Number<Real = T::Real>>() {
+    let problems = problems::<T, K>();
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
-        for (problem, layout) in problems::<T, K>() {
-            let mut out = Tensor::unwritten(problem.out_shape(), layout);
+        for (problem, layout) in &problems {
+            let mut out = Tensor::unwritten(problem.out_shape(), *layout);
             let mut call = || {
                 attention_into(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &config).unwrap();
             };
@@ -231,7 +233,7 @@ fn peak_memory_does_not_grow_with_the_length() {
 fn peak_memory_does_not_grow_with_the_length_for<T: Number, K: Number<Real = T::Real>>() {
     let lengths = by_types::<T, K, _>([1000, 4000], [200, 800]);
     for set in instruction_sets() {
-        for config in masks() {
+        for config in masks_for::<T, K>() {
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
             for layout in [Layout::Bhsd, Layout::Transposed] {
                 let peaks = lengths.map(|len| {
@@ -262,7 +264,7 @@ fn peak_memory_does_not_grow_with_the_length_for<T: Number, K: Number<Real = T::
 #[test]
 fn the_workspace_is_independent_of_long_lengths_and_small_for_small_shapes() {
     for set in instruction_sets() {
-        for config in masks() {
+        for config in common::masks() {
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
             let workspace_len = |shape| AttentionPlan::new(&shape, &config).unwrap().workspace_len();
             for (head_dim, value_dim) in [(64, 64), (128, 128), (256, 256), (500, 12), (1, 1), (1, 511), (192, 128)] {

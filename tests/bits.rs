@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Answer, Generator, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets, masks,
-    one_head, run, run_into, run_on,
+    Answer, Generator, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets,
+    masks_for, one_head, run, run_into, run_on,
 };
 use fused_attention::{
     AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, Parallelism, Workspace, attention,
@@ -35,12 +35,6 @@ fn for_each_problem<T: Number, K: Number<Real = T::Real>>(
         let problem = Problem::normal(&reshape(shape), seed);
         for_each_config::<T, K>(|config| check(&problem, config));
     }
-}
-
-/// Every mask for f32; for the other types one, under which there are full, edge and hidden blocks.
-fn masks_for<T: Number, K: Number>() -> Vec<AttentionConfig> {
-    let is_f32 = T::NAME == "f32" && K::NAME == "f32";
-    if is_f32 { masks().to_vec() } else { vec![AttentionConfig::causal()] }
 }
 
 /// Calls `check` with every instruction set under [`masks_for`] these types.

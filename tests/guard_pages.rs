@@ -9,7 +9,7 @@ use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
-use common::{Layout, Number, Problem, by_types, for_each_pair, instruction_sets, masks, one_head, run_on};
+use common::{Layout, Number, Problem, by_types, for_each_pair, instruction_sets, masks_for, one_head, run_on};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, Parallelism, TensorView, TensorViewMut,
     attention_into,
@@ -143,7 +143,7 @@ fn check_on_every_set<T: Number, K: Number<Real = T::Real>>(shape: &AttentionSha
     for layout in LAYOUTS {
         let problem = problem.in_layout(layout);
         for set in instruction_sets() {
-            for config in masks() {
+            for config in masks_for::<T, K>() {
                 check(&problem, layout, &config.with_instruction_set(set).with_parallelism(Parallelism::Serial));
             }
         }

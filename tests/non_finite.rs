@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Answer, Layout, Number, Problem, Real, Tensor, by_types, for_each_pair, instruction_sets, masks, one_head, run_on,
-    top_left, visible_keys,
+    Answer, Layout, Number, Problem, Real, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head,
+    run_on, top_left, visible_keys,
 };
 use fused_attention::{AttentionConfig, AttentionShape, InstructionSet, reference};
 
@@ -128,7 +128,7 @@ fn poison_reaches_exactly_the_rows_that_see_it_for<T: Number, K: Number<Real = T
     for (q_len, kv_len) in sizes {
         let problem = grouped::<T, K>(q_len, kv_len);
         for set in instruction_sets() {
-            for config in masks() {
+            for config in masks_for::<T, K>() {
                 let clean = run_on(set, &problem, &config);
                 for key in poisoned_keys(kv_len) {
                     for &target in targets {
@@ -151,7 +151,7 @@ fn every_nan_payload_reaches_exactly_the_rows_that_see_it_for<T: Number, K: Numb
     for (q_len, kv_len) in by_types::<T, K, _>(vec![(19, 21), (2, 30)], vec![(9, 10), (2, 10)]) {
         let problem = grouped::<T, K>(q_len, kv_len);
         for set in instruction_sets() {
-            for config in masks() {
+            for config in masks_for::<T, K>() {
                 let clean = run_on(set, &problem, &config);
                 for value in K::nans() {
                     for key in [0, 7, kv_len - 1] {
@@ -174,7 +174,7 @@ fn nan_in_a_query_reaches_its_row_alone_for<T: Number, K: Number<Real = T::Real>
     for (q_len, kv_len) in [(37, 40), (40, 7), (2, 30)] {
         let problem = grouped::<T, K>(q_len, kv_len);
         for set in instruction_sets() {
-            for config in masks() {
+            for config in masks_for::<T, K>() {
                 let clean = run_on(set, &problem, &config);
                 for (nan, query) in T::nans().into_iter().zip([0, 1, 4, 7, 8, 15, 16, 30, 36, 2].map(|i| i % q_len)) {
                     let mut poisoned = problem.clone();

@@ -74,6 +74,12 @@ pub fn masks() -> [AttentionConfig; 3] {
     [AttentionConfig::full(), AttentionConfig::causal(), top_left()]
 }
 
+/// Every mask for f32; for the other types one, under which there are full, edge and hidden blocks.
+pub fn masks_for<T: Number, K: Number>() -> Vec<AttentionConfig> {
+    let is_f32 = T::NAME == "f32" && K::NAME == "f32";
+    if is_f32 { masks().to_vec() } else { vec![AttentionConfig::causal()] }
+}
+
 /// Causal, aligned top-left.
 pub fn top_left() -> AttentionConfig {
     AttentionConfig::causal().with_causal_alignment(CausalAlignment::TopLeft)
