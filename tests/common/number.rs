@@ -3,7 +3,9 @@
 use std::fmt::{Debug, Display};
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
-use fused_attention::{AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Element, bf16, f16};
+use fused_attention::{
+    Accumulator, AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Element, bf16, f16,
+};
 
 /// An element type. What is said of its format says all of a binary floating-point format of IEEE 754.
 pub trait Number: Element<Acc = <Self as Number>::Real> + Debug + Display + PartialEq + PartialOrd + Into<f64> {
@@ -111,7 +113,13 @@ pub trait Number: Element<Acc = <Self as Number>::Real> + Debug + Display + Part
 
 /// A type that is accumulated in.
 pub trait Real:
-    Number<Real = Self> + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self> + AddAssign
+    Number<Real = Self>
+    + Accumulator
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + AddAssign
 {
     fn exp(self) -> Self;
 
