@@ -142,12 +142,12 @@ fn a_serial_plan_runs_without_allocating_for<T: Number, K: Number<Real = T::Real
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
             for (problem, layout) in &problems {
                 let plan = T::plan(&problem.shape(), &config).unwrap();
-                let mut workspace = Workspace::for_plan(&plan).unwrap();
+                let mut workspace = T::workspace(&plan);
                 let mut out = Tensor::unwritten(problem.out_shape(), *layout);
                 let mut logsumexp = vec![T::Real::CANARY; problem.out_shape()[..3].iter().product()];
                 let allocations = allocations_of(|| {
                     let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
-                    plan.run(&problem.inputs(), &mut outputs, &mut workspace).unwrap();
+                    T::run_plan(&plan, &problem.inputs(), &mut outputs, &mut workspace);
                 });
                 assert_eq!(allocations, 0, "{set} {:?} {layout:?}", problem.shape());
             }

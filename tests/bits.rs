@@ -7,8 +7,7 @@ use common::{
     masks_for, one_head, run, run_into, run_on,
 };
 use fused_attention::{
-    AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, Parallelism, Workspace, attention,
-    attention_into,
+    AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, Parallelism, attention, attention_into,
 };
 
 /// Odd in every axis, two blocks of keys at least; with two panels of rows at least, and with a few rows, which another
@@ -248,13 +247,12 @@ fn the_three_tiers_agree_for<T: Number, K: Number<Real = T::Real>>() {
             assert_eq!(common::bits(&allocated), into.out_bits(), "{config:?}");
 
             let plan = T::plan(&problem.shape(), &config).unwrap();
-            assert_eq!(*plan.shape(), problem.shape());
-            let mut workspace = Workspace::for_plan(&plan).unwrap();
+            let mut workspace = T::workspace(&plan);
             let mut run_plan = |problem: &Problem<T, K>| {
                 let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
                 let mut logsumexp = vec![T::Real::CANARY; problem.out_shape()[..3].iter().product()];
                 let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
-                plan.run(&problem.inputs(), &mut outputs, &mut workspace).unwrap();
+                T::run_plan(&plan, &problem.inputs(), &mut outputs, &mut workspace);
                 Answer { out, logsumexp }.bits()
             };
             assert_eq!(run_plan(problem), into.bits(), "{config:?}");
@@ -317,7 +315,7 @@ fn any_number_of_threads_gives_the_same_bits_for<T: Number, K: Number<Real = T::
                 let expected = run(&problem, &serial(config, set)).bits();
                 let config = config.with_instruction_set(set).with_parallelism(Parallelism::Rayon);
                 for pool in &pools {
-                    let threads = pool.install(|| T::plan(&shape, &config).unwrap().threads());
+                    let threads = pool.install(|| T::threads(&T::plan(&shape, &config).unwrap()));
                     let sees_many_keys = shape.q_len > 1 || config.mask != common::top_left().mask;
                     if sees_many_keys {
                         assert_eq!(threads, pool.current_num_threads(), "{shape:?} must use every thread of its pool");

@@ -435,7 +435,7 @@ fn decoding_a_long_cache_uses_every_thread() {
         let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
         for set in instruction_sets() {
             let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);
-            assert_eq!(pools[1].install(|| T::plan(&shape, &config).unwrap().threads()), 4);
+            assert_eq!(pools[1].install(|| T::threads(&T::plan(&shape, &config).unwrap())), 4);
             let [one, four] = pools.each_ref().map(|pool| pool.install(|| common::run(&problem, &config)).bits());
             assert!(one == four, "{set}: the bits depend on the threads");
         }

@@ -71,6 +71,7 @@ fn good_input_is_accepted() {
     let problem = normal_problem(&SHAPE, 1);
     common::run(&problem, &AttentionConfig::causal());
     assert_eq!(problem.out_shape(), OUT_SHAPE);
+    assert_eq!(*AttentionPlan::new(&SHAPE, &AttentionConfig::causal()).unwrap().shape(), SHAPE);
 }
 
 #[test]

@@ -4,13 +4,17 @@ use std::fmt::{Debug, Display};
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 use fused_attention::{
-    Accumulator, AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Element, bf16, f16,
+    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Element,
+    Workspace, bf16, f16,
 };
 
 /// An element type. What is said of its format says all of a binary floating-point format of IEEE 754.
 pub trait Number: Element<Acc = <Self as Number>::Real> + Debug + Display + PartialEq + PartialOrd + Into<f64> {
     /// The type of its accumulator.
     type Real: Real;
+
+    /// A plan of calls on it.
+    type Plan;
 
     const NAME: &'static str;
 
@@ -105,21 +109,23 @@ pub trait Number: Element<Acc = <Self as Number>::Real> + Debug + Display + Part
         (0..=0xffff).map(Self::from_bits).filter(|x| !x.value().is_nan())
     }
 
-    /// A plan of calls on this type.
-    fn plan(shape: &AttentionShape, config: &AttentionConfig) -> Result<AttentionPlan, AttentionError> {
-        AttentionPlan::new(shape, config)
-    }
+    fn plan(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self::Plan, AttentionError>;
+
+    fn threads(plan: &Self::Plan) -> usize;
+
+    fn workspace(plan: &Self::Plan) -> Workspace;
+
+    fn run_plan<K: Number<Real = Self::Real>>(
+        plan: &Self::Plan,
+        inputs: &AttentionInputs<'_, Self, K>,
+        outputs: &mut AttentionOutputs<'_, Self>,
+        workspace: &mut Workspace,
+    );
 }
 
 /// A type that is accumulated in.
 pub trait Real:
-    Number<Real = Self>
-    + Accumulator
-    + Add<Output = Self>
-    + Sub<Output = Self>
-    + Mul<Output = Self>
-    + Div<Output = Self>
-    + AddAssign
+    Number<Real = Self> + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self> + AddAssign
 {
     fn exp(self) -> Self;
 
@@ -147,6 +153,7 @@ macro_rules! number {
     ($type:ty, $bits:ty, accumulator $real:ty, precision $precision:literal, exponents from $min_exponent:literal, canary $canary:literal) => {
         impl Number for $type {
             type Real = $real;
+            type Plan = AttentionPlan;
             const NAME: &'static str = stringify!($type);
             const BITS: u32 = <$bits>::BITS;
             const PRECISION: u32 = $precision;
@@ -159,6 +166,27 @@ macro_rules! number {
 
             fn bits(self) -> u64 {
                 self.to_bits().into()
+            }
+
+            fn plan(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self::Plan, AttentionError> {
+                Self::Plan::new(shape, config)
+            }
+
+            fn threads(plan: &Self::Plan) -> usize {
+                plan.threads()
+            }
+
+            fn workspace(plan: &Self::Plan) -> Workspace {
+                Workspace::for_plan(plan).unwrap()
+            }
+
+            fn run_plan<K: Number<Real = $real>>(
+                plan: &Self::Plan,
+                inputs: &AttentionInputs<'_, Self, K>,
+                outputs: &mut AttentionOutputs<'_, Self>,
+                workspace: &mut Workspace,
+            ) {
+                plan.run(inputs, outputs, workspace).unwrap();
             }
         }
     };
