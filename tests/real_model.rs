@@ -174,7 +174,7 @@ fn causal_weights_are_lower_triangular_and_sum_to_one() {
     let example = example("causal_weights");
     let size = |name: &str| example[name].as_u64().unwrap() as usize;
     let (len, num_heads, head_dim) = (size("num_tokens"), size("num_heads"), size("head_dim"));
-    let mut problem = Problem::new(
+    let mut problem = Problem::<f32>::new(
         Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, common::pattern),
         Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, |[b, h, i, d]| common::pattern([b, h, i + 3, d])),
         Tensor::from_fn([1, num_heads, len, len], Layout::Bhsd, |[_, _, row, d]| if row == d { 1.0 } else { 0.0 }),
