@@ -8,10 +8,7 @@ use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{
-    Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets, masks_for, normal_problem,
-    one_head,
-};
+use common::{Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head};
 use fused_attention::{
     AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, Parallelism, Workspace, attention_into,
 };
@@ -198,9 +195,9 @@ fn a_plan_inside_a_pool_runs_without_allocating() {
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(3).start_handler(|_| METER.set(Some(meter))).build().unwrap();
     warm_up(&pool);
-    let len = by_profile(400, 96);
+    let len = common::by_profile(400, 96);
     let shape = AttentionShape { num_heads: 4, num_kv_heads: 2, ..one_head(len, len, 64, 64) };
-    let problem = normal_problem(&shape, 1);
+    let problem = common::normal_problem(&shape, 1);
     let packed = problem.in_layout(Layout::Transposed);
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);

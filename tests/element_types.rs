@@ -6,7 +6,7 @@ use common::{
     Layout, Number, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem, one_head,
     pattern, run_into, run_on, wide,
 };
-use fused_attention::{AttentionConfig, AttentionShape, Parallelism, bf16, f16, reference};
+use fused_attention::{AttentionConfig, AttentionShape, bf16, f16, reference};
 
 /// Calls a law for each 16-bit type.
 macro_rules! for_each_16_bit_type {
@@ -434,7 +434,9 @@ fn decoding_a_long_cache_uses_every_thread() {
         let problem = Problem::<T, K>::normal(&shape, 6);
         let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
         for set in instruction_sets() {
-            let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);
+            let config = AttentionConfig::causal()
+                .with_instruction_set(set)
+                .with_parallelism(fused_attention::Parallelism::Rayon);
             assert_eq!(pools[1].install(|| T::threads(&T::plan(&shape, &config).unwrap())), 4);
             let [one, four] = pools.each_ref().map(|pool| pool.install(|| common::run(&problem, &config)).bits());
             assert!(one == four, "{set}: the bits depend on the threads");

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Expected, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets, masks,
-    normal_problem, one_head, run_on, top_left,
+    Expected, Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks, normal_problem,
+    one_head, run_on, top_left,
 };
 use fused_attention::{AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Parallelism, attention};
 
@@ -209,7 +209,7 @@ fn uncommon_head_dims_were_refused_at_run_time_for<T: Number, K: Number<Real = T
 #[cfg(feature = "rayon")]
 #[test]
 fn a_single_head_used_one_thread_only() {
-    let len = by_profile(4096, 512);
+    let len = common::by_profile(4096, 512);
     let shape = one_head(len, len, 64, 64);
     let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
     let problem = normal_problem(&shape, 8);
