@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head};
+use common::{Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, Element, KvCache,
     KvCacheShape, Parallelism, TensorViewMut, Workspace, attention_into, bf16, f16,
@@ -102,17 +102,15 @@ fn allocations_of(run: impl FnOnce()) -> usize {
 }
 
 /// Every path through a task: one row and many, groups, packed Q, K, V and outputs, a NaN in an edge block.
-fn problems() -> Vec<(Problem, Layout)> {
+fn problems<T: Number, K: Number<Real = T::Real>>() -> Vec<(Problem<T, K>, Layout)> {
     let group = AttentionShape { num_heads: 6, num_kv_heads: 2, ..one_head(40, 210, 24, 20) };
     let plain = [one_head(1, 300, 16, 16), one_head(70, 70, 64, 64), one_head(9, 0, 8, 8), group];
-    let mut problems: Vec<_> = plain.iter().map(|shape| (normal_problem(shape, 1), Layout::Bhsd)).collect();
+    let mut problems: Vec<_> = plain.iter().map(|shape| (Problem::normal(shape, 1), Layout::Bhsd)).collect();
     for layout in [Layout::Bshd, Layout::Transposed, Layout::PowerOfTwoRows] {
-        let Problem { q, k, v, .. } = normal_problem(&group, 1);
-        let [q, k, v] = [q, k, v].map(|tensor| tensor.in_layout(layout));
-        problems.push((Problem::new(q, k, v), layout));
+        problems.push((Problem::normal(&group, 1).in_layout(layout), layout));
     }
-    let mut with_nan = normal_problem(&group, 1);
-    with_nan.v.fill_row([0, 1, 205], f32::NAN);
+    let mut with_nan = Problem::<T, K>::normal(&group, 1);
+    with_nan.v.fill_row([0, 1, 205], K::exactly(f64::NAN));
     problems.push((with_nan, Layout::Bhsd));
     problems
 }
@@ -132,17 +130,22 @@ fn the_meter_counts() {
 
 #[test]
 fn a_serial_plan_runs_without_allocating() {
+    for_each_pair!(a_serial_plan_runs_without_allocating_for);
+}
+
+fn a_serial_plan_runs_without_allocating_for<T: Number, K: Number<Real = T::Real>>() {
+    let problems = problems::<T, K>();
     for set in instruction_sets() {
-        for config in masks() {
+        for config in masks_for::<T, K>() {
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
-            for (problem, layout) in problems() {
-                let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
-                let mut workspace = Workspace::for_plan(&plan).unwrap();
-                let mut out = Tensor::unwritten(problem.out_shape(), layout);
-                let mut logsumexp = vec![0.0; problem.out_shape()[..3].iter().product()];
+            for (problem, layout) in &problems {
+                let plan = T::plan(&problem.shape(), &config).unwrap();
+                let mut workspace = T::workspace(&plan);
+                let mut out = Tensor::unwritten(problem.out_shape(), *layout);
+                let mut logsumexp = vec![T::Real::CANARY; problem.out_shape()[..3].iter().product()];
                 let allocations = allocations_of(|| {
                     let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
-                    plan.run(&problem.inputs(), &mut outputs, &mut workspace).unwrap();
+                    T::run_plan(&plan, &problem.inputs(), &mut outputs, &mut workspace);
                 });
                 assert_eq!(allocations, 0, "{set} {:?} {layout:?}", problem.shape());
             }
@@ -152,10 +155,15 @@ fn a_serial_plan_runs_without_allocating() {
 
 #[test]
 fn attention_into_allocates_on_the_first_call_of_a_thread_at_most() {
+    for_each_pair!(attention_into_allocates_on_the_first_call_of_a_thread_at_most_for);
+}
+
+fn attention_into_allocates_on_the_first_call_of_a_thread_at_most_for<T: Number, K: Number<Real = T::Real>>() {
+    let problems = problems::<T, K>();
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
-        for (problem, layout) in problems() {
-            let mut out = Tensor::unwritten(problem.out_shape(), layout);
+        for (problem, layout) in &problems {
+            let mut out = Tensor::unwritten(problem.out_shape(), *layout);
             let mut call = || {
                 attention_into(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &config).unwrap();
             };
@@ -188,15 +196,14 @@ fn a_plan_inside_a_pool_runs_without_allocating() {
     let pool =
         rayon::ThreadPoolBuilder::new().num_threads(3).start_handler(|_| METER.set(Some(meter))).build().unwrap();
     warm_up(&pool);
-    let len = by_profile(400, 96);
+    let len = common::by_profile(400, 96);
     let shape = AttentionShape { num_heads: 4, num_kv_heads: 2, ..one_head(len, len, 64, 64) };
-    let problem = normal_problem(&shape, 1);
-    let [q, k, v] = [&problem.q, &problem.k, &problem.v].map(|tensor| tensor.in_layout(Layout::Transposed));
-    let packed = Problem::new(q, k, v);
+    let problem = common::normal_problem(&shape, 1);
+    let packed = problem.in_layout(Layout::Transposed);
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);
         for problem in [&problem, &packed] {
-            let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
+            let mut out = Tensor::<f32>::unwritten(problem.out_shape(), Layout::Bhsd);
             let allocations = pool.install(|| {
                 let plan = AttentionPlan::new(&shape, &config).unwrap();
                 assert_eq!(plan.threads(), 3);
@@ -218,18 +225,20 @@ fn a_plan_inside_a_pool_runs_without_allocating() {
 /// Fault 20 of FIELD.md (transformers#46960, oneDNN), measured.
 #[test]
 fn peak_memory_does_not_grow_with_the_length() {
-    let lengths = by_profile([1000, 4000], [200, 800]);
+    for_each_pair!(peak_memory_does_not_grow_with_the_length_for);
+}
+
+fn peak_memory_does_not_grow_with_the_length_for<T: Number, K: Number<Real = T::Real>>() {
+    let lengths = by_types::<T, K, _>([1000, 4000], [200, 800]);
     for set in instruction_sets() {
-        for config in masks() {
+        for config in masks_for::<T, K>() {
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
             for layout in [Layout::Bhsd, Layout::Transposed] {
                 let peaks = lengths.map(|len| {
                     // Few rows against many keys and the reverse: len * len scores would take len * len * 4 bytes.
                     [(64, len), (len, 64)].map(|(q_len, kv_len)| {
-                        let Problem { q, k, v, .. } = normal_problem(&one_head(q_len, kv_len, 16, 16), 1);
-                        let [q, k, v] = [q, k, v].map(|tensor| tensor.in_layout(layout));
-                        let problem = Problem::new(q, k, v);
-                        let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
+                        let problem = Problem::<T, K>::normal(&one_head(q_len, kv_len, 16, 16), 1).in_layout(layout);
+                        let mut out = Tensor::<T>::unwritten(problem.out_shape(), Layout::Bhsd);
                         let meter = Meter::leaked();
                         // A new thread, so that it has no workspace yet.
                         std::thread::scope(|scope| {
@@ -253,7 +262,7 @@ fn peak_memory_does_not_grow_with_the_length() {
 #[test]
 fn the_workspace_is_independent_of_long_lengths_and_small_for_small_shapes() {
     for set in instruction_sets() {
-        for config in masks() {
+        for config in common::masks() {
             let config = config.with_instruction_set(set).with_parallelism(Parallelism::Serial);
             let workspace_len = |shape| AttentionPlan::new(&shape, &config).unwrap().workspace_len();
             for (head_dim, value_dim) in [(64, 64), (128, 128), (256, 256), (500, 12), (1, 1), (1, 511), (192, 128)] {

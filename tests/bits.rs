@@ -3,20 +3,20 @@
 mod common;
 
 use common::{
-    Answer, CANARY, Generator, Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head,
-    run, run_into, run_on,
+    Answer, Generator, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets,
+    masks_for, one_head, run, run_into, run_on,
 };
 use fused_attention::{
-    AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, InstructionSet, Parallelism, Workspace,
-    attention, attention_into,
+    AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, Parallelism, attention, attention_into,
 };
 
 /// Odd in every axis, two blocks of keys at least; with two panels of rows at least, and with a few rows, which another
 /// kernel computes.
-fn shapes() -> [AttentionShape; 2] {
+fn shapes<T: Number, K: Number>() -> [AttentionShape; 2] {
     let default =
         AttentionShape { batch: 2, num_heads: 6, num_kv_heads: 2, q_len: 37, kv_len: 203, head_dim: 19, value_dim: 13 };
-    let many = by_profile(default, AttentionShape { num_heads: 4, q_len: 19, head_dim: 9, value_dim: 7, ..default });
+    let small = AttentionShape { num_heads: 4, q_len: 19, head_dim: 9, value_dim: 7, ..default };
+    let many = by_types::<T, K, _>(default, small);
     [many, AttentionShape { q_len: 2, ..many }]
 }
 
@@ -25,21 +25,21 @@ fn serial(config: AttentionConfig, set: InstructionSet) -> AttentionConfig {
 }
 
 /// Calls `check` with problems of [`shapes`], changed by `reshape`, on every instruction set under every mask.
-fn for_each_problem(
+fn for_each_problem<T: Number, K: Number<Real = T::Real>>(
     seed: u64,
     reshape: impl Fn(AttentionShape) -> AttentionShape,
-    mut check: impl FnMut(&Problem, AttentionConfig),
+    mut check: impl FnMut(&Problem<T, K>, AttentionConfig),
 ) {
-    for shape in shapes() {
-        let problem = normal_problem(&reshape(shape), seed);
-        for_each_config(|config| check(&problem, config));
+    for shape in shapes::<T, K>() {
+        let problem = Problem::normal(&reshape(shape), seed);
+        for_each_config::<T, K>(|config| check(&problem, config));
     }
 }
 
-/// Calls `check` with every instruction set under every mask.
-fn for_each_config(mut check: impl FnMut(AttentionConfig)) {
+/// Calls `check` with every instruction set under [`masks_for`] these types.
+fn for_each_config<T: Number, K: Number>(mut check: impl FnMut(AttentionConfig)) {
     for set in instruction_sets() {
-        for config in masks() {
+        for config in masks_for::<T, K>() {
             check(config.with_instruction_set(set));
         }
     }
@@ -47,7 +47,11 @@ fn for_each_config(mut check: impl FnMut(AttentionConfig)) {
 
 #[test]
 fn strided_input_matches_contiguous() {
-    for_each_problem(
+    for_each_pair!(strided_input_matches_contiguous_for);
+}
+
+fn strided_input_matches_contiguous_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         1,
         |shape| shape,
         |problem, config| {
@@ -66,7 +70,11 @@ fn strided_input_matches_contiguous() {
 
 #[test]
 fn strided_output_matches_contiguous() {
-    for_each_problem(
+    for_each_pair!(strided_output_matches_contiguous_for);
+}
+
+fn strided_output_matches_contiguous_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         2,
         |shape| shape,
         |problem, config| {
@@ -80,7 +88,11 @@ fn strided_output_matches_contiguous() {
 
 #[test]
 fn broadcast_keys_and_values_match_their_copies() {
-    for_each_problem(
+    for_each_pair!(broadcast_keys_and_values_match_their_copies_for);
+}
+
+fn broadcast_keys_and_values_match_their_copies_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         3,
         |shape| shape,
         |problem, config| {
@@ -101,7 +113,11 @@ fn broadcast_keys_and_values_match_their_copies() {
 
 #[test]
 fn values_inside_the_keys_match_their_copy() {
-    for_each_problem(
+    for_each_pair!(values_inside_the_keys_match_their_copy_for);
+}
+
+fn values_inside_the_keys_match_their_copy_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         4,
         |shape| shape,
         |problem, config| {
@@ -118,13 +134,19 @@ fn values_inside_the_keys_match_their_copy() {
 
 #[test]
 fn a_batch_entry_alone_matches_itself_in_the_batch() {
-    for_each_problem(
+    for_each_pair!(a_batch_entry_alone_matches_itself_in_the_batch_for);
+}
+
+fn a_batch_entry_alone_matches_itself_in_the_batch_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         5,
         |shape| AttentionShape { batch: 3, ..shape },
         |problem, config| {
             let together = run(problem, &config);
             for batch in 0..3 {
-                let [q, k, v] = [&problem.q, &problem.k, &problem.v].map(|tensor| tensor.part(0, batch..batch + 1));
+                let entry = batch..batch + 1;
+                let q = problem.q.part(0, entry.clone());
+                let [k, v] = [&problem.k, &problem.v].map(|tensor| tensor.part(0, entry.clone()));
                 assert_same_rows(&run(&Problem::new(q, k, v), &config), &together, [batch, 0], &config);
             }
         },
@@ -133,7 +155,11 @@ fn a_batch_entry_alone_matches_itself_in_the_batch() {
 
 #[test]
 fn a_kv_group_alone_matches_itself_among_others() {
-    for_each_problem(
+    for_each_pair!(a_kv_group_alone_matches_itself_among_others_for);
+}
+
+fn a_kv_group_alone_matches_itself_among_others_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         6,
         |shape| AttentionShape { num_heads: 9, num_kv_heads: 3, ..shape },
         |problem, config| {
@@ -148,7 +174,7 @@ fn a_kv_group_alone_matches_itself_among_others() {
 }
 
 /// Every row of `alone` has the bits of the row `offset` further on in `together`.
-fn assert_same_rows(alone: &Answer, together: &Answer, offset: [usize; 2], config: &AttentionConfig) {
+fn assert_same_rows<T: Number>(alone: &Answer<T>, together: &Answer<T>, offset: [usize; 2], config: &AttentionConfig) {
     let [batch, heads, q_len, _] = alone.out.shape;
     for row in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..q_len).map(move |i| [b, h, i]))) {
         let there = [row[0] + offset[0], row[1] + offset[1], row[2]];
@@ -159,16 +185,20 @@ fn assert_same_rows(alone: &Answer, together: &Answer, offset: [usize; 2], confi
 /// The rows of a panel share vectors; what one holds must not reach another.
 #[test]
 fn other_queries_do_not_change_a_row() {
+    for_each_pair!(other_queries_do_not_change_a_row_for);
+}
+
+fn other_queries_do_not_change_a_row_for<T: Number, K: Number<Real = T::Real>>() {
     for (q_len, seed) in [(40, 7), (5, 8)] {
-        let problem = normal_problem(&one_head(q_len, 230, 12, 10), seed);
-        for_each_config(|config| {
+        let problem = Problem::<T, K>::normal(&one_head(q_len, 230, 12, 10), seed);
+        for_each_config::<T, K>(|config| {
             let expected = run(&problem, &config);
             for query in [0, 3, 7, 8, 15, 16, 31, q_len - 1].into_iter().filter(|&query| query < q_len) {
                 let mut others = problem.clone();
                 let mut generator = Generator::new(query as u64);
                 for i in (0..q_len).filter(|&i| i != query) {
                     // Scores so large that their maxima rise all the time.
-                    (0..12).for_each(|p| others.q.set([0, 0, i, p], 30.0 * generator.normal()));
+                    (0..12).for_each(|p| others.q.set([0, 0, i, p], T::nearest(30.0 * generator.normal())));
                 }
                 let answer = run(&others, &config);
                 assert_eq!(answer.row_bits([0, 0, query]), expected.row_bits([0, 0, query]), "{config:?}");
@@ -180,14 +210,18 @@ fn other_queries_do_not_change_a_row() {
 /// As [`other_queries_do_not_change_a_row`], for a hidden key: finite ones too.
 #[test]
 fn hidden_keys_do_not_change_output() {
+    for_each_pair!(hidden_keys_do_not_change_output_for);
+}
+
+fn hidden_keys_do_not_change_output_for<T: Number, K: Number<Real = T::Real>>() {
     for (q_len, seed) in [(40, 9), (5, 10)] {
-        let problem = normal_problem(&one_head(q_len, 230, 12, 10), seed);
-        for_each_config(|config| {
+        let problem = Problem::<T, K>::normal(&one_head(q_len, 230, 12, 10), seed);
+        for_each_config::<T, K>(|config| {
             let expected = run(&problem, &config);
             for key in [0, 20, 191, 192, 200, 226, 229] {
                 let mut other = problem.clone();
-                other.k.fill_row([0, 0, key], 1e20);
-                other.v.fill_row([0, 0, key], -1e20);
+                other.k.fill_row([0, 0, key], K::nearest(K::largest().sqrt()));
+                other.v.fill_row([0, 0, key], K::nearest(-K::largest().sqrt()));
                 let answer = run(&other, &config);
                 let sees = |query| key < common::visible_keys(&config, &problem.shape(), query);
                 for query in (0..q_len).filter(|&query| !sees(query)) {
@@ -200,43 +234,49 @@ fn hidden_keys_do_not_change_output() {
 
 #[test]
 fn the_three_tiers_agree() {
-    for_each_problem(
+    for_each_pair!(the_three_tiers_agree_for);
+}
+
+fn the_three_tiers_agree_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         9,
         |shape| shape,
         |problem, config| {
             let into = run(problem, &config);
             let allocated = attention(&problem.inputs(), &config).unwrap();
-            assert_eq!(allocated.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), into.out_bits(), "{config:?}");
+            assert_eq!(common::bits(&allocated), into.out_bits(), "{config:?}");
 
-            let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
-            assert_eq!(*plan.shape(), problem.shape());
-            let mut workspace = Workspace::for_plan(&plan).unwrap();
-            assert_eq!(run_plan(&plan, problem, &mut workspace), into.bits(), "{config:?}");
+            let plan = T::plan(&problem.shape(), &config).unwrap();
+            let mut workspace = T::workspace(&plan);
+            let mut run_plan = |problem: &Problem<T, K>| {
+                let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
+                let mut logsumexp = vec![T::Real::CANARY; problem.out_shape()[..3].iter().product()];
+                let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
+                T::run_plan(&plan, &problem.inputs(), &mut outputs, &mut workspace);
+                Answer { out, logsumexp }.bits()
+            };
+            assert_eq!(run_plan(problem), into.bits(), "{config:?}");
             // A plan serves every layer, and what another one left in the workspace does not matter.
-            let mut poisoned = normal_problem(&problem.shape(), 10);
-            poisoned.k.data.fill(f32::NAN);
-            poisoned.v.data.fill(f32::INFINITY);
-            run_plan(&plan, &poisoned, &mut workspace);
-            assert_eq!(run_plan(&plan, problem, &mut workspace), into.bits(), "used workspace {config:?}");
+            let mut poisoned = problem.clone();
+            poisoned.k.data.fill(K::exactly(f64::NAN));
+            poisoned.v.data.fill(K::exactly(f64::INFINITY));
+            run_plan(&poisoned);
+            assert_eq!(run_plan(problem), into.bits(), "used workspace {config:?}");
         },
     );
 }
 
-fn run_plan(plan: &AttentionPlan, problem: &Problem, workspace: &mut Workspace) -> (Vec<u32>, Vec<u32>) {
-    let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
-    let mut logsumexp = vec![CANARY; problem.out_shape()[..3].iter().product()];
-    let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
-    plan.run(&problem.inputs(), &mut outputs, workspace).unwrap();
-    Answer { out, logsumexp }.bits()
-}
-
 #[test]
 fn logsumexp_is_optional() {
-    for_each_problem(
+    for_each_pair!(logsumexp_is_optional_for);
+}
+
+fn logsumexp_is_optional_for<T: Number, K: Number<Real = T::Real>>() {
+    for_each_problem::<T, K>(
         11,
         |shape| shape,
         |problem, config| {
-            let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
+            let mut out = Tensor::<T>::unwritten(problem.out_shape(), Layout::Bhsd);
             attention_into(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &config).unwrap();
             assert_eq!(Answer { out, logsumexp: vec![] }.out_bits(), run(problem, &config).out_bits(), "{config:?}");
         },
@@ -245,11 +285,12 @@ fn logsumexp_is_optional() {
 
 /// Large enough to be worth several threads: many heads, one head with many rows, a group, few rows and many keys.
 #[cfg(feature = "rayon")]
-fn parallel_shapes() -> Vec<AttentionShape> {
-    let (len, one) = by_profile((300, 600), (96, 260));
+fn parallel_shapes<T: Number, K: Number>() -> Vec<AttentionShape> {
+    let (len, one) = by_types::<T, K, _>((300, 600), (96, 260));
+    let keys = by_types::<T, K, _>(1500, 1000);
     let heads = AttentionShape { batch: 2, num_heads: 4, num_kv_heads: 4, ..one_head(len, len + 5, 33, 31) };
     let group = AttentionShape { num_heads: 6, num_kv_heads: 2, ..one_head(len, len, 40, 24) };
-    let few_rows = AttentionShape { num_heads: 16, num_kv_heads: 16, ..one_head(1, 1500, 64, 64) };
+    let few_rows = AttentionShape { num_heads: 16, num_kv_heads: 16, ..one_head(1, keys, 64, 64) };
     vec![heads, one_head(one, one, 32, 32), group, few_rows]
 }
 
@@ -261,15 +302,20 @@ fn pool(threads: usize) -> rayon::ThreadPool {
 #[cfg(feature = "rayon")]
 #[test]
 fn any_number_of_threads_gives_the_same_bits() {
+    for_each_pair!(any_number_of_threads_gives_the_same_bits_for);
+}
+
+#[cfg(feature = "rayon")]
+fn any_number_of_threads_gives_the_same_bits_for<T: Number, K: Number<Real = T::Real>>() {
     let pools = [1, 2, 3, 8].map(pool);
-    for shape in parallel_shapes() {
-        let problem = normal_problem(&shape, 12);
+    for shape in parallel_shapes::<T, K>() {
+        let problem = Problem::<T, K>::normal(&shape, 12);
         for set in instruction_sets() {
-            for config in masks() {
+            for config in masks_for::<T, K>() {
                 let expected = run(&problem, &serial(config, set)).bits();
                 let config = config.with_instruction_set(set).with_parallelism(Parallelism::Rayon);
                 for pool in &pools {
-                    let threads = pool.install(|| AttentionPlan::new(&shape, &config).unwrap().threads());
+                    let threads = pool.install(|| T::threads(&T::plan(&shape, &config).unwrap()));
                     let sees_many_keys = shape.q_len > 1 || config.mask != common::top_left().mask;
                     if sees_many_keys {
                         assert_eq!(threads, pool.current_num_threads(), "{shape:?} must use every thread of its pool");
@@ -286,7 +332,7 @@ fn any_number_of_threads_gives_the_same_bits() {
 #[test]
 fn calls_from_inside_parallel_iterators_of_one_pool_give_the_same_bits() {
     use rayon::prelude::*;
-    let problem = normal_problem(&parallel_shapes()[0], 13);
+    let problem = common::normal_problem(&parallel_shapes::<f32, f32>()[0], 13);
     let pool = pool(3);
     for set in instruction_sets() {
         let expected = run(&problem, &serial(AttentionConfig::causal(), set)).bits();
@@ -302,7 +348,7 @@ fn four_os_threads_at_once_get_the_same_bits() {
     // Different problems, so that results that land with the wrong caller show.
     let len = by_profile(200, 80);
     let shape = AttentionShape { batch: 2, num_heads: 4, num_kv_heads: 2, ..one_head(len, len, 24, 24) };
-    let problems: Vec<Problem> = (0..4).map(|seed| normal_problem(&shape, 20 + seed)).collect();
+    let problems: Vec<Problem> = (0..4).map(|seed| common::normal_problem(&shape, 20 + seed)).collect();
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set); // the default parallelism: one shared pool
         let expected: Vec<_> = problems.iter().map(|problem| run(problem, &serial(config, set)).bits()).collect();

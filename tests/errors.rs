@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CANARY, Layout, Problem, Tensor, instruction_sets, normal_problem, pattern};
+use common::{CANARY, Layout, Number, Problem, Tensor, for_each_pair, instruction_sets, normal_problem, pattern};
 use fused_attention::{
     AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, InstructionSet,
     KvCache, Mask, TensorView, TensorViewMut, Workspace, attention, attention_into,
@@ -26,25 +26,25 @@ fn assert_names(error: &AttentionError, numbers: &[&str]) {
     }
 }
 
-fn tensor(shape: [usize; 4]) -> Tensor {
+fn tensor<T: Number>(shape: [usize; 4]) -> Tensor<T> {
     Tensor::from_fn(shape, Layout::Bhsd, pattern)
 }
 
 /// Calls with outputs of these sizes on every instruction set; asserts that they fail alike and write nothing.
-fn refused_with(
-    problem: &Problem,
+fn refused_with<T: Number, K: Number<Real = T::Real>>(
+    problem: &Problem<T, K>,
     out_shape: [usize; 4],
     logsumexp_len: usize,
     config: AttentionConfig,
 ) -> AttentionError {
     let mut errors = Vec::new();
     for set in instruction_sets() {
-        let mut out = Tensor::unwritten(out_shape, Layout::PaddedRows);
-        let mut logsumexp = vec![CANARY; logsumexp_len];
+        let mut out = Tensor::<T>::unwritten(out_shape, Layout::PaddedRows);
+        let mut logsumexp = vec![T::Real::CANARY; logsumexp_len];
         let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
         let error = attention_into(&problem.inputs(), &mut outputs, &config.with_instruction_set(set)).unwrap_err();
         out.assert_untouched();
-        assert!(logsumexp.iter().all(|x| x.to_bits() == CANARY.to_bits()), "logsumexp was written: {error}");
+        assert!(logsumexp.iter().all(|x| x.bits() == T::Real::CANARY.bits()), "logsumexp was written: {error}");
         errors.push(error);
     }
     assert!(errors.windows(2).all(|pair| pair[0].to_string() == pair[1].to_string()), "{errors:?}");
@@ -52,7 +52,7 @@ fn refused_with(
 }
 
 /// Inputs that no output could fit; `attention` and the reference refuse them with the same error.
-fn refused(problem: &Problem) -> AttentionError {
+fn refused<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>) -> AttentionError {
     let error = refused_with(problem, OUT_SHAPE, 2 * 6 * 5, AttentionConfig::causal());
     assert_eq!(attention(&problem.inputs(), &AttentionConfig::causal()).unwrap_err(), error);
     let by_reference = fused_attention::reference::attention(&problem.inputs(), &AttentionConfig::causal());
@@ -71,6 +71,7 @@ fn good_input_is_accepted() {
     let problem = normal_problem(&SHAPE, 1);
     common::run(&problem, &AttentionConfig::causal());
     assert_eq!(problem.out_shape(), OUT_SHAPE);
+    assert_eq!(*AttentionPlan::new(&SHAPE, &AttentionConfig::causal()).unwrap().shape(), SHAPE);
 }
 
 #[test]
@@ -314,7 +315,7 @@ fn invalid_softmax_scale() {
 fn refused_by_plan(planned: &AttentionShape, workspace: &mut Workspace) -> AttentionError {
     let problem = normal_problem(&SHAPE, 1);
     let plan = AttentionPlan::new(planned, &AttentionConfig::causal()).unwrap();
-    let mut out = Tensor::unwritten(OUT_SHAPE, Layout::Bhsd);
+    let mut out = Tensor::<f32>::unwritten(OUT_SHAPE, Layout::Bhsd);
     let mut logsumexp = vec![CANARY; 60];
     let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
     let error = plan.run(&problem.inputs(), &mut outputs, workspace).unwrap_err();
@@ -381,13 +382,70 @@ fn every_listed_set_can_be_named() {
     assert_eq!(InstructionSet::available().last().unwrap().name(), "portable");
 }
 
+/// Errors are about sizes, which say nothing of the types: the same ones for every pair, on untouched outputs.
+#[test]
+fn every_pair_of_types_gets_the_same_errors() {
+    for_each_pair!(same_errors_for);
+}
+
+fn same_errors_for<T: Number, K: Number<Real = T::Real>>() {
+    let shapes = |q: [usize; 4], k: [usize; 4], v: [usize; 4]| {
+        let of_types = refused(&Problem::<T, K>::new(tensor(q), tensor(k), tensor(v)));
+        let of_f32 = refused(&Problem::<f32>::new(tensor(q), tensor(k), tensor(v)));
+        assert_eq!(of_types, of_f32);
+        of_types
+    };
+    let [q, k, v] = [[2, 6, 5, 11], [2, 3, 7, 11], [2, 3, 7, 13]];
+    type E = AttentionError;
+    assert!(matches!(shapes(q, [1, 3, 7, 11], v), E::BatchMismatch { tensor: "k", expected: 2, found: 1 }));
+    assert!(matches!(shapes(q, k, [3, 3, 7, 13]), E::BatchMismatch { tensor: "v", expected: 2, found: 3 }));
+    assert!(matches!(shapes(q, k, [2, 2, 7, 13]), E::NumKvHeadsMismatch { k: 3, v: 2 }));
+    assert!(matches!(shapes([2, 5, 5, 11], k, v), E::HeadsNotDivisible { num_heads: 5, num_kv_heads: 3 }));
+    assert!(matches!(shapes(q, k, [2, 3, 6, 13]), E::KvLenMismatch { k: 7, v: 6 }));
+    assert!(matches!(shapes(q, [2, 3, 7, 10], v), E::HeadDimMismatch { q: 11, k: 10 }));
+    assert!(matches!(shapes([2, 6, 5, 0], [2, 3, 7, 0], v), E::ZeroHeadDim { shape: [2, 6, 5, 0] }));
+
+    let good = Problem::<T, K>::normal(&SHAPE, 1);
+    let outputs = |out_shape, logsumexp_len| {
+        let of_types = refused_with(&good, out_shape, logsumexp_len, AttentionConfig::causal());
+        assert_eq!(of_types, refused_outputs(out_shape, logsumexp_len));
+        of_types
+    };
+    assert!(matches!(outputs([1, 6, 5, 13], 30), E::BatchMismatch { tensor: "out", expected: 2, found: 1 }));
+    assert!(matches!(outputs([2, 3, 5, 13], 60), E::NumHeadsMismatch { q: 6, out: 3 }));
+    assert!(matches!(outputs([2, 6, 4, 13], 60), E::QLenMismatch { q: 5, out: 4 }));
+    assert!(matches!(outputs([2, 6, 5, 11], 60), E::ValueDimMismatch { v: 13, out: 11 }));
+    assert!(matches!(outputs(OUT_SHAPE, 59), E::LogsumexpLenMismatch { expected: 60, found: 59 }));
+    let not_a_scale = AttentionConfig::causal().with_softmax_scale(f64::NAN);
+    assert!(matches!(refused_with(&good, OUT_SHAPE, 60, not_a_scale), E::InvalidSoftmaxScale { .. }));
+}
+
+/// Slices are measured in elements, whatever their size in bytes.
+#[test]
+fn a_slice_of_any_type_may_be_too_short() {
+    fn short<T: Number, K: Number<Real = T::Real>>() {
+        let (q, k) = (vec![T::CANARY; 41], vec![K::CANARY; 41]);
+        let expected =
+            AttentionError::SliceTooShort { needed: 42, len: 41, shape: [1, 2, 3, 7], strides: [42, 21, 7, 1] };
+        assert_eq!(TensorView::from_bhsd(&q, [1, 2, 3, 7]).unwrap_err(), expected);
+        assert_eq!(TensorView::from_bhsd(&k, [1, 2, 3, 7]).unwrap_err(), expected);
+        let (mut q, mut k) = (q, k);
+        assert_eq!(TensorViewMut::from_bhsd(&mut q, [1, 2, 3, 7]).unwrap_err(), expected);
+        assert_eq!(TensorViewMut::from_bhsd(&mut k, [1, 2, 3, 7]).unwrap_err(), expected);
+    }
+    for_each_pair!(short);
+}
+
 #[test]
 fn views_plans_configs_and_errors_are_send_and_sync() {
     fn send_sync<T: Send + Sync>() {}
-    send_sync::<TensorView<'_, f32>>();
-    send_sync::<TensorViewMut<'_, f32>>();
-    send_sync::<AttentionInputs<'_, f32>>();
-    send_sync::<AttentionOutputs<'_, f32>>();
+    fn of_types<T: Number, K: Number<Real = T::Real>>() {
+        send_sync::<TensorView<'_, K>>();
+        send_sync::<TensorViewMut<'_, T>>();
+        send_sync::<AttentionInputs<'_, T, K>>();
+        send_sync::<AttentionOutputs<'_, T>>();
+    }
+    for_each_pair!(of_types);
     send_sync::<AttentionPlan>();
     send_sync::<AttentionConfig>();
     send_sync::<AttentionError>();

@@ -3,12 +3,13 @@
 mod common;
 
 use common::{
-    Expected, Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, one_head, run_on, top_left,
+    Expected, Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks, normal_problem,
+    one_head, run_on, top_left,
 };
 use fused_attention::{AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Parallelism, attention};
 
 /// Within the stated bound of the reference, on every instruction set.
-fn assert_right(problem: &Problem, config: &AttentionConfig) {
+fn assert_right<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, config: &AttentionConfig) {
     let expected = Expected::new(problem, config);
     for set in instruction_sets() {
         expected.assert_met_by(&run_on(set, problem, config), &(set, problem.shape(), config));
@@ -18,16 +19,21 @@ fn assert_right(problem: &Problem, config: &AttentionConfig) {
 /// Fault 1: pytorch#103749, rten#1321, mlx#2608, burn-flex#16, cubecl#1070.
 #[test]
 fn fully_hidden_rows_came_out_as_nan() {
+    for_each_pair!(fully_hidden_rows_came_out_as_nan_for);
+}
+
+fn fully_hidden_rows_came_out_as_nan_for<T: Number, K: Number<Real = T::Real>>() {
     for (q_len, kv_len) in [(9, 4), (40, 3), (33, 0), (200, 100)] {
-        let problem = normal_problem(&one_head(q_len, kv_len, 16, 16), 1);
+        let problem = Problem::<T, K>::normal(&one_head(q_len, kv_len, 16, 16), 1);
         for set in instruction_sets() {
             let answer = run_on(set, &problem, &AttentionConfig::causal());
-            // `!(x == 0)` rather than `x != 0`: true for NaN too, whatever the build makes of comparisons.
+            // By their bits, whatever the build makes of comparisons with NaN.
+            let sign = 1u64 << (T::BITS - 1);
             for query in 0..q_len - kv_len {
-                let wrong = answer.row([0, 0, query]).0.into_iter().filter(|x| !matches!(x.to_bits(), 0 | 0x8000_0000));
+                let wrong = answer.row([0, 0, query]).0.into_iter().filter(|x| x.bits() & !sign != 0);
                 assert_eq!(wrong.count(), 0, "{set} {q_len} x {kv_len}, row {query}");
             }
-            let nans = answer.out.values().iter().filter(|x| x.to_bits() & 0x7fff_ffff > 0x7f80_0000).count();
+            let nans = answer.out_bits().into_iter().filter(|x| x & !sign > T::exactly(f64::INFINITY).bits()).count();
             assert_eq!(nans, 0, "{set} {q_len} x {kv_len}");
         }
     }
@@ -36,18 +42,22 @@ fn fully_hidden_rows_came_out_as_nan() {
 /// Fault 3: pytorch#101967.
 #[test]
 fn nan_in_hidden_values_leaked_as_zero_times_nan() {
+    for_each_pair!(nan_in_hidden_values_leaked_as_zero_times_nan_for);
+}
+
+fn nan_in_hidden_values_leaked_as_zero_times_nan_for<T: Number, K: Number<Real = T::Real>>() {
     for len in [5, 16, 40, 200] {
-        let problem = normal_problem(&one_head(len, len, 8, 8), 2);
+        let problem = Problem::<T, K>::normal(&one_head(len, len, 8, 8), 2);
         for set in instruction_sets() {
             let clean = run_on(set, &problem, &AttentionConfig::causal());
-            for hidden in [f32::NAN, f32::INFINITY] {
+            for hidden in [f64::NAN, f64::INFINITY].map(K::exactly) {
                 let mut poisoned = problem.clone();
                 poisoned.v.fill_row([0, 0, len - 1], hidden);
                 let answer = run_on(set, &poisoned, &AttentionConfig::causal());
                 for query in 0..len - 1 {
                     assert_eq!(answer.row_bits([0, 0, query]), clean.row_bits([0, 0, query]), "{set} {len} {query}");
                 }
-                assert!(answer.row([0, 0, len - 1]).0.iter().all(|x| !x.is_finite()), "the last row sees it");
+                assert!(answer.row_values([0, 0, len - 1]).0.iter().all(|x| !x.is_finite()), "the last row sees it");
             }
         }
     }
@@ -67,12 +77,15 @@ fn values_shorter_than_keys_were_read_past_their_end() {
 /// Fault 5: pytorch#187506.
 #[test]
 fn a_non_unit_last_stride_was_silently_wrong() {
+    for_each_pair!(a_non_unit_last_stride_was_silently_wrong_for);
+}
+
+fn a_non_unit_last_stride_was_silently_wrong_for<T: Number, K: Number<Real = T::Real>>() {
     let shape = AttentionShape { batch: 2, num_heads: 4, num_kv_heads: 2, ..one_head(21, 34, 12, 20) };
-    let problem = normal_problem(&shape, 4);
+    let problem = Problem::<T, K>::normal(&shape, 4);
     for layout in [Layout::Transposed, Layout::Interleaved, Layout::Bshd] {
         for config in masks() {
-            let strided =
-                Problem::new(problem.q.in_layout(layout), problem.k.in_layout(layout), problem.v.in_layout(layout));
+            let strided = problem.in_layout(layout);
             assert_right(&strided, &config);
             let shared = Problem { k: problem.k.in_layout(Layout::BroadcastHeads), ..strided.clone() };
             assert_right(&shared, &config);
@@ -136,21 +149,26 @@ fn causal_alignment_was_mixed_up_when_lengths_differ() {
 /// Fault 8: pytorch#191937, flash-attention#2577.
 #[test]
 fn odd_sizes_lost_their_tail() {
+    for_each_pair!(odd_sizes_lost_their_tail_for);
+}
+
+fn odd_sizes_lost_their_tail_for<T: Number, K: Number<Real = T::Real>>() {
     let longest = 2 * common::TILES.iter().max().unwrap() + 1;
     let check = |kv_len: usize, head_dim: usize| {
         let shape = AttentionShape { num_heads: 2, num_kv_heads: 2, ..one_head(3, kv_len, head_dim, head_dim) };
-        let problem = normal_problem(&shape, (100 * kv_len + head_dim) as u64);
+        let problem = Problem::<T, K>::normal(&shape, (100 * kv_len + head_dim) as u64);
         assert_right(&problem, &AttentionConfig::causal());
         let k = problem.k.in_layout(Layout::BroadcastHeads);
         let v = problem.v.in_layout(Layout::BroadcastHeads);
         assert_right(&Problem { k, v, ..problem }, &AttentionConfig::full());
     };
-    for kv_len in 1..=longest {
-        for head_dim in 1..=67 {
-            let in_quick = kv_len == longest || head_dim == 67 || (kv_len + head_dim) % 8 == 0;
-            if by_profile(true, in_quick) {
-                check(kv_len, head_dim);
-            }
+    let is_f32 = T::NAME == "f32" && K::NAME == "f32";
+    for (kv_len, head_dim) in (1..=longest).flat_map(|kv_len| (1..=67).map(move |head_dim| (kv_len, head_dim))) {
+        let at_the_end = kv_len == longest || head_dim == 67;
+        // All for f32; else one of eight of them; of the last ones all, or one of eight for the other types.
+        let one_of_eight = (kv_len + head_dim) % 8 == 0;
+        if by_types::<T, K, _>(true, one_of_eight || (at_the_end && is_f32)) {
+            check(kv_len, head_dim);
         }
     }
 }
@@ -174,11 +192,16 @@ fn indivisible_heads_were_not_refused() {
 /// Fault 10: vllm#39065, vllm#31968.
 #[test]
 fn uncommon_head_dims_were_refused_at_run_time() {
+    for_each_pair!(uncommon_head_dims_were_refused_at_run_time_for);
+}
+
+fn uncommon_head_dims_were_refused_at_run_time_for<T: Number, K: Number<Real = T::Real>>() {
     for head_dim in [1, 8, 40, 72, 80, 96, 112, 160, 192, 256, 320, 512, 576] {
-        let shape = one_head(by_profile(35, 9), by_profile(50, 14), head_dim, head_dim);
-        assert_right(&normal_problem(&shape, head_dim as u64), &AttentionConfig::causal());
+        let (q_len, kv_len) = by_types::<T, K, _>((35, 50), (9, 14));
+        let shape = one_head(q_len, kv_len, head_dim, head_dim);
+        assert_right(&Problem::<T, K>::normal(&shape, head_dim as u64), &AttentionConfig::causal());
         let narrow = AttentionShape { value_dim: head_dim.div_ceil(3), ..shape };
-        assert_right(&normal_problem(&narrow, head_dim as u64), &AttentionConfig::full());
+        assert_right(&Problem::<T, K>::normal(&narrow, head_dim as u64), &AttentionConfig::full());
     }
 }
 
@@ -186,7 +209,7 @@ fn uncommon_head_dims_were_refused_at_run_time() {
 #[cfg(feature = "rayon")]
 #[test]
 fn a_single_head_used_one_thread_only() {
-    let len = by_profile(4096, 512);
+    let len = common::by_profile(4096, 512);
     let shape = one_head(len, len, 64, 64);
     let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
     let problem = normal_problem(&shape, 8);

@@ -9,7 +9,7 @@ use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
-use common::{Layout, Problem, by_profile, instruction_sets, masks, normal_problem, one_head, run_on};
+use common::{Layout, Number, Problem, by_types, for_each_pair, instruction_sets, masks_for, one_head, run_on};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, Parallelism, TensorView, TensorViewMut,
     attention_into,
@@ -23,15 +23,15 @@ enum Guard {
 }
 
 /// Pages between two that may not be touched; the slice lies at one end of them.
-struct Guarded {
+struct Guarded<T> {
     mapping: NonNull<libc::c_void>,
     mapping_bytes: usize,
-    start: *mut f32,
+    start: *mut T,
     len: usize,
 }
 
-impl Guarded {
-    fn new(values: &[f32], guard: Guard) -> Self {
+impl<T: Number> Guarded<T> {
+    fn new(values: &[T], guard: Guard) -> Self {
         // SAFETY: asks for a number.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap();
         let inner_bytes = size_of_val(values).next_multiple_of(page);
@@ -49,25 +49,25 @@ impl Guarded {
             assert_eq!(failed, 0);
         }
         let offset = if guard == Guard::Before { 0 } else { inner_bytes - size_of_val(values) };
-        let start = inner.wrapping_byte_add(offset).cast::<f32>();
+        let start = inner.wrapping_byte_add(offset).cast::<T>();
         let mut guarded = Self { mapping: NonNull::new(mapping).unwrap(), mapping_bytes, start, len: values.len() };
         guarded.as_mut_slice().copy_from_slice(values);
         guarded
     }
 
-    fn as_slice(&self) -> &[f32] {
-        // SAFETY: `start` is aligned (page plus a multiple of 4) and `len` elements from it lie in the readable pages,
+    fn as_slice(&self) -> &[T] {
+        // SAFETY: `start` is aligned (page plus a multiple of its size) and `len` elements from it lie in the readable pages,
         // initialised by the kernel and by `new`; borrowed as long as the mapping.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
-    fn as_mut_slice(&mut self) -> &mut [f32] {
+    fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as `as_slice`, and exclusively borrowed.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
-impl Drop for Guarded {
+impl<T> Drop for Guarded<T> {
     fn drop(&mut self) {
         // SAFETY: the mapping of `new`; no slice outlives `self`.
         unsafe { libc::munmap(self.mapping.as_ptr(), self.mapping_bytes) };
@@ -113,38 +113,37 @@ fn install_handler() {
 }
 
 /// Runs with all five slices at guards; the result must be that on ordinary memory.
-fn check(problem: &Problem, out_layout: Layout, config: &AttentionConfig) {
+fn check<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, out_layout: Layout, config: &AttentionConfig) {
     let expected = common::run_into(problem, config, out_layout);
     for guard in [Guard::Before, Guard::After] {
         now_running(format_args!("{guard:?} {:?} out {out_layout:?} {config:?}", problem.shape()));
-        let [q, k, v] = [&problem.q, &problem.k, &problem.v].map(|tensor| Guarded::new(&tensor.data, guard));
+        let q = Guarded::new(&problem.q.data, guard);
+        let [k, v] = [&problem.k, &problem.v].map(|tensor| Guarded::new(&tensor.data, guard));
         let inputs = AttentionInputs::new(
             TensorView::with_strides(q.as_slice(), problem.q.shape, problem.q.strides).unwrap(),
             TensorView::with_strides(k.as_slice(), problem.k.shape, problem.k.strides).unwrap(),
             TensorView::with_strides(v.as_slice(), problem.v.shape, problem.v.strides).unwrap(),
         );
-        let unwritten = common::Tensor::unwritten(problem.out_shape(), out_layout);
+        let unwritten = common::Tensor::<T>::unwritten(problem.out_shape(), out_layout);
         let mut out = Guarded::new(&unwritten.data, guard);
-        let mut logsumexp = Guarded::new(&vec![common::CANARY; expected.logsumexp.len()], guard);
+        let mut logsumexp = Guarded::new(&vec![T::Real::CANARY; expected.logsumexp.len()], guard);
         let view = TensorViewMut::with_strides(out.as_mut_slice(), unwritten.shape, unwritten.strides).unwrap();
         let mut outputs = AttentionOutputs::new(view).with_logsumexp(logsumexp.as_mut_slice());
         attention_into(&inputs, &mut outputs, config).unwrap();
-        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(out.as_slice()), bits(&expected.out.data));
-        assert_eq!(bits(logsumexp.as_slice()), bits(&expected.logsumexp));
+        assert_eq!(common::bits(out.as_slice()), common::bits(&expected.out.data));
+        assert_eq!(common::bits(logsumexp.as_slice()), common::bits(&expected.logsumexp));
     }
 }
 
 /// The layouts in which a tensor's last element is the last of its slice in each of its ways.
 const LAYOUTS: [Layout; 4] = [Layout::Bhsd, Layout::Bshd, Layout::PaddedRows, Layout::Transposed];
 
-fn check_on_every_set(shape: &AttentionShape) {
-    let problem = normal_problem(shape, 1);
+fn check_on_every_set<T: Number, K: Number<Real = T::Real>>(shape: &AttentionShape) {
+    let problem = Problem::<T, K>::normal(shape, 1);
     for layout in LAYOUTS {
-        let [q, k, v] = [&problem.q, &problem.k, &problem.v].map(|tensor| tensor.in_layout(layout));
-        let problem = Problem::new(q, k, v);
+        let problem = problem.in_layout(layout);
         for set in instruction_sets() {
-            for config in masks() {
+            for config in masks_for::<T, K>() {
                 check(&problem, layout, &config.with_instruction_set(set).with_parallelism(Parallelism::Serial));
             }
         }
@@ -155,11 +154,15 @@ fn check_on_every_set(shape: &AttentionShape) {
 fn lengths_around_tiles_and_panels_stay_inside_the_slices() {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     install_handler();
+    for_each_pair!(lengths_around_tiles_and_panels_stay_inside_the_slices_for);
+}
+
+fn lengths_around_tiles_and_panels_stay_inside_the_slices_for<T: Number, K: Number<Real = T::Real>>() {
     let all = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33];
-    for len in by_profile(all.to_vec(), vec![1, 7, 13, 17]) {
+    for len in by_types::<T, K, _>(all.to_vec(), vec![1, 7, 13, 17]) {
         for (q_len, kv_len) in [(len, len), (3, len), (len, 5)] {
             let shape = AttentionShape { num_heads: 2, num_kv_heads: 2, ..one_head(q_len, kv_len, 5, 6) };
-            check_on_every_set(&shape);
+            check_on_every_set::<T, K>(&shape);
         }
     }
 }
@@ -168,9 +171,13 @@ fn lengths_around_tiles_and_panels_stay_inside_the_slices() {
 fn head_dims_around_tiles_and_vectors_stay_inside_the_slices() {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     install_handler();
-    for dim in by_profile(vec![1, 2, 3, 7, 8, 15, 16, 17, 31, 40, 64, 67], vec![1, 7, 31, 40]) {
+    for_each_pair!(head_dims_around_tiles_and_vectors_stay_inside_the_slices_for);
+}
+
+fn head_dims_around_tiles_and_vectors_stay_inside_the_slices_for<T: Number, K: Number<Real = T::Real>>() {
+    for dim in by_types::<T, K, _>(vec![1, 2, 3, 7, 8, 15, 16, 17, 31, 40, 64, 67], vec![1, 7, 31, 40]) {
         for (head_dim, value_dim) in [(dim, dim), (5, dim), (dim, 3)] {
-            check_on_every_set(&AttentionShape {
+            check_on_every_set::<T, K>(&AttentionShape {
                 num_heads: 4,
                 num_kv_heads: 2,
                 ..one_head(7, 9, head_dim, value_dim)
@@ -183,9 +190,13 @@ fn head_dims_around_tiles_and_vectors_stay_inside_the_slices() {
 fn lengths_around_blocks_stay_inside_the_slices() {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     install_handler();
-    for kv_len in by_profile(vec![95, 96, 97, 127, 129, 191, 192, 193, 385], vec![97, 193]) {
-        for (q_len, dim) in by_profile(vec![(9, 3), (9, 8), (1, 3), (1, 8)], vec![(9, 3), (1, 8)]) {
-            check_on_every_set(&one_head(q_len, kv_len, dim, dim));
+    for_each_pair!(lengths_around_blocks_stay_inside_the_slices_for);
+}
+
+fn lengths_around_blocks_stay_inside_the_slices_for<T: Number, K: Number<Real = T::Real>>() {
+    for kv_len in by_types::<T, K, _>(vec![95, 96, 97, 127, 129, 191, 192, 193, 385], vec![97, 193]) {
+        for (q_len, dim) in by_types::<T, K, _>(vec![(9, 3), (9, 8), (1, 3), (1, 8)], vec![(9, 3), (1, 8)]) {
+            check_on_every_set::<T, K>(&one_head(q_len, kv_len, dim, dim));
         }
     }
 }
@@ -195,14 +206,18 @@ fn lengths_around_blocks_stay_inside_the_slices() {
 fn nan_in_an_edge_block_stays_inside_the_slices() {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     install_handler();
-    for dim in by_profile(vec![1, 3, 7, 8, 31, 40, 67], vec![7, 40]) {
+    for_each_pair!(nan_in_an_edge_block_stays_inside_the_slices_for);
+}
+
+fn nan_in_an_edge_block_stays_inside_the_slices_for<T: Number, K: Number<Real = T::Real>>() {
+    for dim in by_types::<T, K, _>(vec![1, 3, 7, 8, 31, 40, 67], vec![7, 40]) {
         for q_len in [3, 9] {
-            let mut problem = normal_problem(&one_head(q_len, 14, dim, dim), 1);
-            problem.v.fill_row([0, 0, 13], f32::NAN);
+            let mut problem = Problem::<T, K>::normal(&one_head(q_len, 14, dim, dim), 1);
+            problem.v.fill_row([0, 0, 13], K::exactly(f64::NAN));
             for set in instruction_sets() {
                 let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
                 check(&problem, Layout::Bhsd, &config);
-                assert!(run_on(set, &problem, &config).row([0, 0, q_len - 1]).0.iter().all(|x| x.is_nan()));
+                assert!(run_on(set, &problem, &config).row_values([0, 0, q_len - 1]).0.iter().all(|x| x.is_nan()));
             }
         }
     }

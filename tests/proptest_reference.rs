@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Expected, KV_BLOCKS, Layout, PANELS, Problem, TILES, Tensor, ascending_problem, by_profile, instruction_sets,
-    masks, normal_problem, run_into,
+    Expected, KV_BLOCKS, Layout, Number, PANELS, Problem, TILES, Tensor, by_profile, for_each_pair, instruction_sets,
+    masks, run_into,
 };
 use fused_attention::{AttentionConfig, AttentionShape, reference};
 use proptest::prelude::*;
@@ -19,9 +19,38 @@ enum Fill {
     Ascending(f64),
 }
 
+/// Element types, of Q and the output and of K and V, and the law for them.
+#[derive(Clone, Copy)]
+struct Types {
+    names: [&'static str; 2],
+    check: fn(&Case) -> TestCaseResult,
+}
+
+impl std::fmt::Debug for Types {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}", self.names)
+    }
+}
+
+impl Types {
+    fn of<T: Number, K: Number<Real = T::Real>>() -> Self {
+        Self { names: [T::NAME, K::NAME], check: check_types::<T, K> }
+    }
+
+    fn all() -> Vec<Self> {
+        fn push<T: Number, K: Number<Real = T::Real>>(list: &mut Vec<Types>) {
+            list.push(Types::of::<T, K>());
+        }
+        let mut list = Vec::new();
+        for_each_pair!(push, &mut list);
+        list
+    }
+}
+
 /// Everything that a call depends on.
 #[derive(Debug, Clone)]
 struct Case {
+    types: Types,
     shape: AttentionShape,
     config: AttentionConfig,
     fill: Fill,
@@ -33,10 +62,10 @@ struct Case {
 }
 
 impl Case {
-    fn problem(&self) -> Problem {
+    fn problem<T: Number, K: Number<Real = T::Real>>(&self) -> Problem<T, K> {
         let contiguous = match self.fill {
-            Fill::Normal => normal_problem(&self.shape, self.seed),
-            Fill::Ascending(rise) => ascending_problem(&self.shape, self.seed, rise, self.config.softmax_scale),
+            Fill::Normal => Problem::<T, K>::normal(&self.shape, self.seed),
+            Fill::Ascending(rise) => Problem::ascending(&self.shape, self.seed, rise, self.config.softmax_scale),
         };
         Problem {
             q: contiguous.q.in_layout(self.layouts[0]),
@@ -86,11 +115,12 @@ fn any_fill() -> impl Strategy<Value = Fill> {
 }
 
 fn case(shape: impl Strategy<Value = AttentionShape>) -> impl Strategy<Value = Case> {
+    let types = prop_oneof![1 => Just(Types::of::<f32, f32>()), 1 => select(Types::all())];
     let config = (select(masks().to_vec()), any_scale());
-    (shape, config, any_fill(), any::<u64>(), any_layouts(), proptest::bool::weighted(0.2)).prop_map(
-        |(shape, (mut config, scale), fill, seed, layouts, v_lies_in_k)| {
+    (types, shape, config, any_fill(), any::<u64>(), any_layouts(), proptest::bool::weighted(0.2)).prop_map(
+        |(types, shape, (mut config, scale), fill, seed, layouts, v_lies_in_k)| {
             config.softmax_scale = scale.map(|scale| scale / (shape.head_dim as f64).sqrt());
-            Case { shape, config, fill, seed, layouts, v_lies_in_k }
+            Case { types, shape, config, fill, seed, layouts, v_lies_in_k }
         },
     )
 }
@@ -110,7 +140,11 @@ fn proptest_config(default_cases: u32, quick_cases: u32) -> ProptestConfig {
 
 /// The law of this file, on every instruction set.
 fn check(case: &Case) -> TestCaseResult {
-    let problem = case.problem();
+    (case.types.check)(case)
+}
+
+fn check_types<T: Number, K: Number<Real = T::Real>>(case: &Case) -> TestCaseResult {
+    let problem = case.problem::<T, K>();
     let expected = Expected::new(&problem, &case.config);
     for set in instruction_sets() {
         let answer = run_into(&problem, &case.config.with_instruction_set(set), case.layouts[3]);
@@ -212,7 +246,7 @@ fn normal_inputs_stay_within_the_absolute_bound() {
         [(512, 512, 64, 61), (1000, 1000, 128, 199), (4096, 4096, 64, 509), (64, 4096, 128, 13), (40, 2048, 320, 13)];
     let in_quick = [(200, 200, 64, 61), (20, 600, 128, 13)];
     for (q_len, kv_len, dim, stride) in by_profile(default.to_vec(), in_quick.to_vec()) {
-        let problem = normal_problem(&common::one_head(q_len, kv_len, dim, dim), 7);
+        let problem = common::normal_problem(&common::one_head(q_len, kv_len, dim, dim), 7);
         let bound = 2e-6 * (dim as f64 / 128.0).sqrt().max(1.0);
         for config in [AttentionConfig::causal(), AttentionConfig::full()] {
             for set in instruction_sets() {

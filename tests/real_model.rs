@@ -4,8 +4,8 @@ mod common;
 
 use std::sync::OnceLock;
 
-use common::{Answer, Layout, Problem, Tensor, instruction_sets, quick, run_into, run_on};
-use fused_attention::AttentionConfig;
+use common::{Answer, Layout, Number, Problem, Tensor, instruction_sets, quick, run_into, run_on};
+use fused_attention::{AttentionConfig, bf16, f16};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -88,6 +88,27 @@ fn a_real_layer_under_a_causal_mask_gives_what_f64_computed() {
     assert_context(&AttentionConfig::causal(), "causal_context");
 }
 
+/// Fault 12 of FIELD.md (ik_llama#217) on real numbers: what 16-bit keys and values cost, as a part of the output.
+#[test]
+fn narrow_keys_and_values_of_a_real_layer_cost_no_more_than_their_rounding() {
+    fn relative_error<K: Number<Real = f32>>() {
+        let round = |tensor: &Tensor| tensor.map(|x| K::nearest(x.value()));
+        let narrow = Problem::<f32, K>::new(layer().q.clone(), round(&layer().k), round(&layer().v));
+        for set in instruction_sets() {
+            let [exact, found] =
+                [run_on(set, layer(), &AttentionConfig::full()), run_on(set, &narrow, &AttentionConfig::full())]
+                    .map(|answer| answer.out.values());
+            let square = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>();
+            let error = square(&mut exact.iter().zip(&found).map(|(exact, found)| found - exact));
+            let relative = (error / square(&mut exact.iter().copied())).sqrt();
+            assert!(relative <= K::epsilon(), "{set} {}: {relative:e}", K::NAME);
+            assert!(relative >= 0.02 * K::epsilon(), "{set} {}: {relative:e}, nothing was rounded", K::NAME);
+        }
+    }
+    relative_error::<f16>();
+    relative_error::<bf16>();
+}
+
 #[test]
 fn the_data_is_what_its_note_says() {
     let tokens: Vec<String> = serde_json::from_str(TOKENS).unwrap();
@@ -153,7 +174,7 @@ fn causal_weights_are_lower_triangular_and_sum_to_one() {
     let example = example("causal_weights");
     let size = |name: &str| example[name].as_u64().unwrap() as usize;
     let (len, num_heads, head_dim) = (size("num_tokens"), size("num_heads"), size("head_dim"));
-    let mut problem = Problem::new(
+    let mut problem = Problem::<f32>::new(
         Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, common::pattern),
         Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, |[b, h, i, d]| common::pattern([b, h, i + 3, d])),
         Tensor::from_fn([1, num_heads, len, len], Layout::Bhsd, |[_, _, row, d]| if row == d { 1.0 } else { 0.0 }),

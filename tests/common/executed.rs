@@ -21,7 +21,7 @@ fn every_instruction_set_executes() {
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set);
         let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
-        let mut out = Tensor::unwritten(problem.out_shape(), super::Layout::Bhsd);
+        let mut out = Tensor::<f32>::unwritten(problem.out_shape(), super::Layout::Bhsd);
         plan.run(
             &problem.inputs(),
             &mut AttentionOutputs::new(out.view_mut()),

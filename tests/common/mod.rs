@@ -6,7 +6,9 @@
 pub mod cache;
 mod executed;
 mod inputs;
+mod number;
 mod tensor;
+pub mod wide;
 mod yardstick;
 
 use fused_attention::{
@@ -14,9 +16,14 @@ use fused_attention::{
     attention_into,
 };
 
-pub use inputs::{Generator, ascending_problem, normal_problem, pattern};
-pub use tensor::{CANARY, Layout, Tensor};
+pub use inputs::{Generator, normal_problem, pattern};
+pub(crate) use number::for_each_pair;
+pub use number::{Number, Real};
+pub use tensor::{Layout, Tensor};
 pub use yardstick::{Expected, max_abs_error, visible_keys};
+
+/// That of f32.
+pub const CANARY: f32 = <f32 as Number>::CANARY;
 
 /// Tile heights (keys, value dims) of the instruction sets.
 pub const TILES: [usize; 4] = [4, 6, 8, 12];
@@ -26,20 +33,6 @@ pub const PANELS: [usize; 3] = [8, 16, 32];
 
 /// Keys that a KV block may have.
 pub const KV_BLOCKS: [usize; 3] = [96, 128, 192];
-
-/// NaNs of every kind: quiet and signalling, both signs, payloads with the lowest, the highest and all bits set.
-pub const NAN_PAYLOADS: [u32; 10] = [
-    0x7fc0_0000,
-    0xffc0_0000,
-    0x7fc0_0001,
-    0xffff_ffff,
-    0x7fff_ffff,
-    0x7f80_0001,
-    0xff80_0001,
-    0x7fa0_0000,
-    0xffbf_ffff,
-    0x7f80_ffff,
-];
 
 /// Whether the quick profile is on: `FUSED_ATTENTION_TEST_PROFILE=quick`.
 pub fn quick() -> bool {
@@ -55,6 +48,11 @@ pub fn quick() -> bool {
 /// `default`, or `quick_one` in the quick profile.
 pub fn by_profile<T>(default: T, quick_one: T) -> T {
     if quick() { quick_one } else { default }
+}
+
+/// `all` for f32 alone, in the default profile; else `few`: what a type does not change need not be repeated for each.
+pub fn by_types<T: Number, K: Number, U>(all: U, few: U) -> U {
+    if T::NAME == "f32" && K::NAME == "f32" { by_profile(all, few) } else { few }
 }
 
 /// The sets that every law is checked on: all that this CPU has and the wide portable ones, or the one named by
@@ -77,6 +75,12 @@ pub fn masks() -> [AttentionConfig; 3] {
     [AttentionConfig::full(), AttentionConfig::causal(), top_left()]
 }
 
+/// Every mask for f32; for the other types one, under which there are full, edge and hidden blocks.
+pub fn masks_for<T: Number, K: Number>() -> Vec<AttentionConfig> {
+    let is_f32 = T::NAME == "f32" && K::NAME == "f32";
+    if is_f32 { masks().to_vec() } else { vec![AttentionConfig::causal()] }
+}
+
 /// Causal, aligned top-left.
 pub fn top_left() -> AttentionConfig {
     AttentionConfig::causal().with_causal_alignment(CausalAlignment::TopLeft)
@@ -89,21 +93,21 @@ pub fn one_head(q_len: usize, kv_len: usize, head_dim: usize, value_dim: usize) 
 
 /// Inputs of one call.
 #[derive(Debug, Clone)]
-pub struct Problem {
-    pub q: Tensor,
-    pub k: Tensor,
+pub struct Problem<T = f32, K = T> {
+    pub q: Tensor<T>,
+    pub k: Tensor<K>,
     /// Ignored but for its shape where `v_lies_in_k`.
-    pub v: Tensor,
+    pub v: Tensor<K>,
     /// V is the first `value_dim` features of K, in the memory of K.
     pub v_lies_in_k: bool,
 }
 
-impl Problem {
-    pub fn new(q: Tensor, k: Tensor, v: Tensor) -> Self {
+impl<T: Number, K: Number<Real = T::Real>> Problem<T, K> {
+    pub fn new(q: Tensor<T>, k: Tensor<K>, v: Tensor<K>) -> Self {
         Self { q, k, v, v_lies_in_k: false }
     }
 
-    pub fn inputs(&self) -> AttentionInputs<'_, f32> {
+    pub fn inputs(&self) -> AttentionInputs<'_, T, K> {
         let v = if self.v_lies_in_k {
             TensorView::with_strides(&self.k.data, self.v.shape, self.k.strides).unwrap()
         } else {
@@ -121,51 +125,76 @@ impl Problem {
         let [batch, heads, q_len, _] = self.q.shape;
         [batch, heads, q_len, self.v.shape[3]]
     }
+
+    /// All three in this memory order.
+    pub fn in_layout(&self, layout: Layout) -> Self {
+        Self::new(self.q.in_layout(layout), self.k.in_layout(layout), self.v.in_layout(layout))
+    }
+
+    /// The same numbers in the type of the accumulator.
+    pub fn widened(&self) -> Problem<T::Real> {
+        Problem::new(self.q.map(T::widened), self.k.map(K::widened), self.v.map(K::widened))
+    }
 }
 
 /// Outputs of one call.
 #[derive(Debug, Clone)]
-pub struct Answer {
-    pub out: Tensor,
-    pub logsumexp: Vec<f32>,
+pub struct Answer<T: Number = f32> {
+    pub out: Tensor<T>,
+    pub logsumexp: Vec<T::Real>,
 }
 
-impl Answer {
+/// Bits of numbers.
+pub fn bits<T: Number>(numbers: &[T]) -> Vec<u64> {
+    numbers.iter().map(|x| x.bits()).collect()
+}
+
+impl<T: Number> Answer<T> {
     /// Bits of the output in logical order.
-    pub fn out_bits(&self) -> Vec<u32> {
-        self.out.values().iter().map(|x| x.to_bits()).collect()
+    pub fn out_bits(&self) -> Vec<u64> {
+        bits(&self.out.values())
     }
 
     /// All that was computed, as bits: for comparisons that must be exact.
-    pub fn bits(&self) -> (Vec<u32>, Vec<u32>) {
-        (self.out_bits(), self.logsumexp.iter().map(|x| x.to_bits()).collect())
+    pub fn bits(&self) -> (Vec<u64>, Vec<u64>) {
+        (self.out_bits(), bits(&self.logsumexp))
     }
 
     /// Output and log-sum-exp of one row.
-    pub fn row(&self, [batch, head, query]: [usize; 3]) -> (Vec<f32>, f32) {
+    pub fn row(&self, [batch, head, query]: [usize; 3]) -> (Vec<T>, T::Real) {
         let [_, heads, q_len, value_dim] = self.out.shape;
         let out = (0..value_dim).map(|d| self.out.get([batch, head, query, d])).collect();
         (out, self.logsumexp[(batch * heads + head) * q_len + query])
     }
 
-    /// As [`row`](Self::row), as bits.
-    pub fn row_bits(&self, row: [usize; 3]) -> (Vec<u32>, u32) {
+    /// As [`row`](Self::row), as f64.
+    pub fn row_values(&self, row: [usize; 3]) -> (Vec<f64>, f64) {
         let (out, logsumexp) = self.row(row);
-        (out.iter().map(|x| x.to_bits()).collect(), logsumexp.to_bits())
+        (out.into_iter().map(Number::value).collect(), logsumexp.value())
+    }
+
+    /// As [`row`](Self::row), as bits.
+    pub fn row_bits(&self, row: [usize; 3]) -> (Vec<u64>, u64) {
+        let (out, logsumexp) = self.row(row);
+        (bits(&out), logsumexp.bits())
     }
 }
 
 /// Runs `attention_into` with log-sum-exp on contiguous outputs.
-pub fn run(problem: &Problem, config: &AttentionConfig) -> Answer {
+pub fn run<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, config: &AttentionConfig) -> Answer<T> {
     run_into(problem, config, Layout::Bhsd)
 }
 
 /// Runs `attention_into` on outputs of this layout that start as canaries; checks that it wrote every element of the
 /// output and nothing between them.
-pub fn run_into(problem: &Problem, config: &AttentionConfig, layout: Layout) -> Answer {
+pub fn run_into<T: Number, K: Number<Real = T::Real>>(
+    problem: &Problem<T, K>,
+    config: &AttentionConfig,
+    layout: Layout,
+) -> Answer<T> {
     let mut out = Tensor::unwritten(problem.out_shape(), layout);
     let [batch, heads, q_len, _] = problem.out_shape();
-    let mut logsumexp = vec![CANARY; batch * heads * q_len];
+    let mut logsumexp = vec![T::Real::CANARY; batch * heads * q_len];
     let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
     attention_into(&problem.inputs(), &mut outputs, config).unwrap();
     out.assert_written();
@@ -174,6 +203,10 @@ pub fn run_into(problem: &Problem, config: &AttentionConfig, layout: Layout) -> 
 }
 
 /// Runs it on this instruction set.
-pub fn run_on(set: InstructionSet, problem: &Problem, config: &AttentionConfig) -> Answer {
+pub fn run_on<T: Number, K: Number<Real = T::Real>>(
+    set: InstructionSet,
+    problem: &Problem<T, K>,
+    config: &AttentionConfig,
+) -> Answer<T> {
     run(problem, &config.with_instruction_set(set))
 }

@@ -2,8 +2,7 @@
 
 use fused_attention::{TensorView, TensorViewMut};
 
-/// A NaN that no arithmetic makes: marks outputs before they are written, and gaps between strided rows.
-pub const CANARY: f32 = f32::from_bits(0x7fc0_dead);
+use super::Number;
 
 /// How a tensor `[batch, heads, seq, dim]` lies in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,13 +54,13 @@ impl Layout {
 
 /// A strided tensor that owns its memory, which ends with its last element.
 #[derive(Debug, Clone)]
-pub struct Tensor {
-    pub data: Vec<f32>,
+pub struct Tensor<T = f32> {
+    pub data: Vec<T>,
     pub shape: [usize; 4],
     pub strides: [usize; 4],
 }
 
-impl Tensor {
+impl<T: Number> Tensor<T> {
     /// All canaries.
     pub fn unwritten(shape: [usize; 4], layout: Layout) -> Self {
         let strides = layout.strides(shape);
@@ -70,11 +69,11 @@ impl Tensor {
         } else {
             1 + shape.iter().zip(strides).map(|(size, stride)| (size - 1) * stride).sum::<usize>()
         };
-        Self { data: vec![CANARY; len], shape, strides }
+        Self { data: vec![T::CANARY; len], shape, strides }
     }
 
     /// `value` of each index, in logical order; a gap, if read, shows as NaN.
-    pub fn from_fn(shape: [usize; 4], layout: Layout, mut value: impl FnMut([usize; 4]) -> f32) -> Self {
+    pub fn from_fn(shape: [usize; 4], layout: Layout, mut value: impl FnMut([usize; 4]) -> T) -> Self {
         let mut tensor = Self::unwritten(shape, layout);
         for index in indices(shape) {
             tensor.set(index, value(index));
@@ -85,6 +84,11 @@ impl Tensor {
     /// The same values in another memory order.
     pub fn in_layout(&self, layout: Layout) -> Self {
         Self::from_fn(self.shape, layout, |index| self.get(index))
+    }
+
+    /// Each value in another type.
+    pub fn map<U: Number>(&self, value: impl Fn(T) -> U) -> Tensor<U> {
+        Tensor::from_fn(self.shape, Layout::Bhsd, |index| value(self.get(index)))
     }
 
     /// The part whose index along `axis` lies in `range`, as a tensor of its own.
@@ -102,39 +106,39 @@ impl Tensor {
         index.iter().zip(self.strides).map(|(i, stride)| i * stride).sum()
     }
 
-    pub fn get(&self, index: [usize; 4]) -> f32 {
+    pub fn get(&self, index: [usize; 4]) -> T {
         self.data[self.offset(index)]
     }
 
-    pub fn set(&mut self, index: [usize; 4], value: f32) {
+    pub fn set(&mut self, index: [usize; 4], value: T) {
         let offset = self.offset(index);
         self.data[offset] = value;
     }
 
     /// Fills one row `[batch, head, position]`.
-    pub fn fill_row(&mut self, [batch, head, position]: [usize; 3], value: f32) {
+    pub fn fill_row(&mut self, [batch, head, position]: [usize; 3], value: T) {
         for d in 0..self.shape[3] {
             self.set([batch, head, position, d], value);
         }
     }
 
-    pub fn view(&self) -> TensorView<'_, f32> {
+    pub fn view(&self) -> TensorView<'_, T> {
         TensorView::with_strides(&self.data, self.shape, self.strides).unwrap()
     }
 
-    pub fn view_mut(&mut self) -> TensorViewMut<'_, f32> {
+    pub fn view_mut(&mut self) -> TensorViewMut<'_, T> {
         TensorViewMut::with_strides(&mut self.data, self.shape, self.strides).unwrap()
     }
 
     /// All values in logical order `[batch, heads, seq, dim]`.
-    pub fn values(&self) -> Vec<f32> {
+    pub fn values(&self) -> Vec<T> {
         indices(self.shape).map(|index| self.get(index)).collect()
     }
 
     /// Every element was written: none is still the canary.
     pub fn assert_written(&self) {
         for index in indices(self.shape) {
-            assert_ne!(self.get(index).to_bits(), CANARY.to_bits(), "{index:?} of {:?} was not written", self.shape);
+            assert_ne!(self.get(index).bits(), T::CANARY.bits(), "{index:?} of {:?} was not written", self.shape);
         }
     }
 
@@ -145,14 +149,14 @@ impl Tensor {
             is_element[self.offset(index)] = true;
         }
         for (offset, (value, is_element)) in self.data.iter().zip(is_element).enumerate() {
-            let untouched = is_element || value.to_bits() == CANARY.to_bits();
+            let untouched = is_element || value.bits() == T::CANARY.bits();
             assert!(untouched, "gap at {offset} of {:?} {:?} holds {value}", self.shape, self.strides);
         }
     }
 
     /// Nothing at all was written.
     pub fn assert_untouched(&self) {
-        assert!(self.data.iter().all(|x| x.to_bits() == CANARY.to_bits()), "output was written");
+        assert!(self.data.iter().all(|x| x.bits() == T::CANARY.bits()), "output was written");
     }
 }
 

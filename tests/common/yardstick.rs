@@ -1,15 +1,17 @@
-//! The yardstick: unfused attention in f32 with libm's exp, and the bound that is derived from its error.
+//! The yardstick: unfused attention in the accumulator's type with libm's exp, and the bound that is derived from its
+//! error.
 
 use fused_attention::reference::{self, ReferenceOutput};
-use fused_attention::{AttentionConfig, AttentionInputs, AttentionShape, CausalAlignment, Mask, TensorView};
+use fused_attention::{AttentionConfig, AttentionShape, CausalAlignment, Mask};
 
-use super::{Answer, Problem};
+use super::tensor::indices;
+use super::{Answer, Number, Problem, Real, Tensor, wide};
 
 /// Contiguous `[batch, num_heads, q_len, value_dim]` and `[batch, num_heads, q_len]`.
 #[derive(Debug, Clone, Default)]
-struct Unfused {
-    out: Vec<f32>,
-    logsumexp: Vec<f32>,
+struct Unfused<A> {
+    out: Vec<A>,
+    logsumexp: Vec<A>,
 }
 
 /// Choices that the formula leaves to an unfused implementation. Where only a few rows count, one choice may by luck
@@ -39,16 +41,17 @@ const VARIANTS: [Variant; 6] = [
     Variant { order: Order::Strided, scales_q: true },
 ];
 
-/// `a . b` in f32.
-fn dot(a: &[f32], b: &[f32], order: Order) -> f32 {
-    let products = a.iter().zip(b).map(|(a, b)| a * b);
+/// `a . b` in their type.
+fn dot<A: Real>(a: &[A], b: &[A], order: Order) -> A {
+    let zero = A::exactly(0.0);
+    let products = a.iter().zip(b).map(|(&a, &b)| a * b);
     match order {
-        Order::Ascending => products.fold(0.0, |sum, product| sum + product),
-        Order::Descending => products.rev().fold(0.0, |sum, product| sum + product),
+        Order::Ascending => products.fold(zero, |sum, product| sum + product),
+        Order::Descending => products.rev().fold(zero, |sum, product| sum + product),
         Order::Strided => {
-            let mut sums = [0.0f32; 8];
+            let mut sums = [zero; 8];
             products.enumerate().for_each(|(i, product)| sums[i % 8] += product);
-            sums.into_iter().fold(0.0, |sum, partial| sum + partial)
+            sums.into_iter().fold(zero, |sum, partial| sum + partial)
         }
     }
 }
@@ -66,38 +69,39 @@ pub fn visible_keys(config: &AttentionConfig, shape: &AttentionShape, query: usi
     }
 }
 
-/// One head of a view, contiguous.
-fn gather(view: &TensorView<'_, f32>, batch: usize, head: usize) -> Vec<f32> {
-    let [_, _, seq, dim] = view.shape();
-    (0..seq).flat_map(|s| (0..dim).map(move |d| view.get([batch, head, s, d]).unwrap())).collect()
+/// One head, contiguous.
+fn gather<A: Real>(tensor: &Tensor<A>, batch: usize, head: usize) -> Vec<A> {
+    let [_, _, seq, dim] = tensor.shape;
+    (0..seq).flat_map(|s| (0..dim).map(move |d| tensor.get([batch, head, s, d]))).collect()
 }
 
-/// Scores, softmax and weighted sum, one after the other, all in f32 in plain loops.
-fn unfused_f32(inputs: &AttentionInputs<'_, f32>, config: &AttentionConfig, variant: Variant) -> Unfused {
-    let shape = AttentionShape::of(inputs).unwrap();
+/// Scores, softmax and weighted sum, one after the other, all in the type of the problem in plain loops.
+fn unfused<A: Real>(problem: &Problem<A>, config: &AttentionConfig, variant: Variant) -> Unfused<A> {
+    let shape = problem.shape();
     let AttentionShape { head_dim, value_dim, .. } = shape;
-    let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt()) as f32;
-    let (q_scale, score_scale) = if variant.scales_q { (softmax_scale, 1.0) } else { (1.0, softmax_scale) };
-    let mut answer = Unfused::default();
+    let [zero, one] = [0.0, 1.0].map(A::exactly);
+    let softmax_scale = A::nearest(config.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt()));
+    let (q_scale, score_scale) = if variant.scales_q { (softmax_scale, one) } else { (one, softmax_scale) };
+    let mut answer = Unfused { out: Vec::new(), logsumexp: Vec::new() };
     for (batch, head) in (0..shape.batch).flat_map(|b| (0..shape.num_heads).map(move |h| (b, h))) {
         let kv_head = head / shape.group_size();
-        let mut q = gather(&inputs.q, batch, head);
-        let (k, v) = (gather(&inputs.k, batch, kv_head), gather(&inputs.v, batch, kv_head));
-        q.iter_mut().for_each(|q| *q *= q_scale);
+        let mut q = gather(&problem.q, batch, head);
+        let (k, v) = (gather(&problem.k, batch, kv_head), gather(&problem.v, batch, kv_head));
+        q.iter_mut().for_each(|q| *q = *q * q_scale);
         for query in 0..shape.q_len {
             let q = &q[query * head_dim..][..head_dim];
-            let mut weights: Vec<f32> = (0..visible_keys(config, &shape, query))
+            let mut weights: Vec<A> = (0..visible_keys(config, &shape, query))
                 .map(|key| dot(q, &k[key * head_dim..][..head_dim], variant.order) * score_scale)
                 .collect();
-            let max = weights.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let mut sum = 0.0f32;
+            let max = weights.iter().fold(A::exactly(f64::NEG_INFINITY), |max, &x| if x > max { x } else { max });
+            let mut sum = zero;
             for weight in &mut weights {
                 *weight = (*weight - max).exp();
                 sum += *weight;
             }
-            let mut out = vec![0.0f32; value_dim];
-            for (key, weight) in weights.iter().enumerate() {
-                for (out, v) in out.iter_mut().zip(&v[key * value_dim..]) {
+            let mut out = vec![zero; value_dim];
+            for (key, &weight) in weights.iter().enumerate() {
+                for (out, &v) in out.iter_mut().zip(&v[key * value_dim..]) {
                     *out += weight / sum * v;
                 }
             }
@@ -108,17 +112,23 @@ fn unfused_f32(inputs: &AttentionInputs<'_, f32>, config: &AttentionConfig, vari
     answer
 }
 
-/// The largest error; infinite where one is NaN or infinite and the other is not the same.
-pub fn max_abs_error(found: &[f32], expected: &[f64]) -> f64 {
+/// The largest of the errors, each in units of its bound; infinite where one is NaN or infinite and the other is not the
+/// same.
+fn max_error<T: Copy + Into<f64>>(found: &[T], expected: &[f64], bound: impl Fn(f64) -> f64) -> f64 {
     assert_eq!(found.len(), expected.len());
     let mut largest = 0.0f64;
     for (&found, &expected) in found.iter().zip(expected) {
-        let found = f64::from(found);
+        let found: f64 = found.into();
         let same = found == expected || (found.is_nan() && expected.is_nan());
-        let error = if same { 0.0 } else { (found - expected).abs() };
+        let error = if same { 0.0 } else { (found - expected).abs() / bound(expected) };
         largest = if error.is_nan() { f64::INFINITY } else { largest.max(error) };
     }
     largest
+}
+
+/// The largest error; infinite where one is NaN or infinite and the other is not the same.
+pub fn max_abs_error<T: Copy + Into<f64>>(found: &[T], expected: &[f64]) -> f64 {
+    max_error(found, expected, |_| 1.0)
 }
 
 /// The right answer to a problem, and how far a fused one may be from it.
@@ -130,39 +140,57 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// The accuracy that DESIGN.md states: `err <= 2 * err(unfused f32) + 8 * eps * max|V|`, and for logsumexp the same
-    /// with its own largest value (at least 1) in place of V's.
-    pub fn new(problem: &Problem, config: &AttentionConfig) -> Self {
+    /// The accuracy that DESIGN.md states: `err <= 2 * err(unfused in the accumulator's type) + 8 * eps * max|V|`, and for
+    /// logsumexp the same with its own largest value (at least 1) in place of V's.
+    ///
+    /// The right answer is that of the reference in f64 on the inputs as their types hold them; for an accumulator of
+    /// f64, one of twice its precision.
+    pub fn new<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, config: &AttentionConfig) -> Self {
         let inputs = problem.inputs();
-        let reference = reference::attention(&inputs, config).unwrap();
+        let in_f64 = reference::attention(&inputs, config).unwrap();
+        let is_f64 = T::Real::PRECISION == 53;
+        let right = if is_f64 { wide::attention(&inputs, config) } else { in_f64.clone() };
         let (mut out_error, mut logsumexp_error) = (0.0f64, 0.0f64);
+        let mut widened = problem.widened();
+        if problem.v_lies_in_k {
+            widened.v = Tensor::from_fn(problem.v.shape, super::Layout::Bhsd, |index| problem.k.get(index).widened());
+        }
         for variant in VARIANTS {
-            let unfused = unfused_f32(&inputs, config, variant);
-            out_error = out_error.max(max_abs_error(&unfused.out, &reference.out));
-            logsumexp_error = logsumexp_error.max(max_abs_error(&unfused.logsumexp, &reference.logsumexp));
+            let unfused = unfused(&widened, config, variant);
+            out_error = out_error.max(max_abs_error(&unfused.out, &right.out));
+            logsumexp_error = logsumexp_error.max(max_abs_error(&unfused.logsumexp, &right.logsumexp));
         }
         assert!(out_error.is_finite() && logsumexp_error.is_finite(), "no bound: {out_error} {logsumexp_error}");
-        let eps = f64::from(f32::EPSILON);
-        let values =
-            super::tensor::indices(inputs.v.shape()).map(|index| f64::from(inputs.v.get(index).unwrap()).abs());
-        let finite = reference.logsumexp.iter().map(|x| x.abs()).filter(|x| x.is_finite());
-        Self {
+        let eps = T::Real::epsilon();
+        let values = indices(widened.v.shape).map(|index| widened.v.get(index).value().abs());
+        let finite = right.logsumexp.iter().map(|x| x.abs()).filter(|x| x.is_finite());
+        let expected = Self {
             out_bound: 2.0 * out_error + 8.0 * eps * values.fold(0.0, f64::max),
             logsumexp_bound: 2.0 * logsumexp_error + 8.0 * eps * finite.fold(1.0, f64::max),
-            reference,
+            reference: right,
+        };
+        if is_f64 {
+            let (out, logsumexp) = (&expected.reference.out, &expected.reference.logsumexp);
+            let is_right = max_abs_error(&in_f64.out, out) <= expected.out_bound
+                && max_abs_error(&in_f64.logsumexp, logsumexp) <= expected.logsumexp_bound;
+            assert!(is_right, "the reference itself is wrong for {:?} {config:?}", problem.shape());
         }
+        expected
     }
 
-    /// Error of the output and of the log-sum-exp, as parts of what they may be.
-    pub fn error_ratios(&self, answer: &Answer) -> [f64; 2] {
-        let ratio = |error: f64, bound: f64| if error == 0.0 { 0.0 } else { error / bound };
+    /// Error of the output and of the log-sum-exp, as parts of what they may be. An output of a type narrower than the
+    /// accumulator may be off by half a unit in its last place more.
+    pub fn error_ratios<T: Number>(&self, answer: &Answer<T>) -> [f64; 2] {
+        let rounding = |value: f64| if T::NAME == T::Real::NAME { 0.0 } else { T::ulp(value) / 2.0 };
+        // What is rounded lies within the bound of the right value, which may be across a power of two.
+        let out_bound = |right: f64| self.out_bound + rounding(right.abs() + self.out_bound);
         [
-            ratio(max_abs_error(&answer.out.values(), &self.reference.out), self.out_bound),
-            ratio(max_abs_error(&answer.logsumexp, &self.reference.logsumexp), self.logsumexp_bound),
+            max_error(&answer.out.values(), &self.reference.out, out_bound),
+            max_error(&answer.logsumexp, &self.reference.logsumexp, |_| self.logsumexp_bound),
         ]
     }
 
-    pub fn assert_met_by(&self, answer: &Answer, what: &dyn std::fmt::Debug) {
+    pub fn assert_met_by<T: Number>(&self, answer: &Answer<T>, what: &dyn std::fmt::Debug) {
         let [out, logsumexp] = self.error_ratios(answer);
         assert!(out <= 1.0, "out: error is {out} of the bound {:e} for {what:?}", self.out_bound);
         assert!(
