@@ -371,6 +371,7 @@ fn a_visible_nan_value_shows_even_where_its_weight_underflows_for<T: Number, K: 
 fn hidden_values_do_not_choose_the_sign_of_zero() {
     for q_len in [8, 16] {
         check_sign_of_zero::<f32>(q_len, 400);
+        check_sign_of_zero::<f64>(q_len, 400);
     }
 }
 

@@ -153,7 +153,7 @@ macro_rules! number {
     ($type:ty, $bits:ty, accumulator $real:ty, precision $precision:literal, exponents from $min_exponent:literal, canary $canary:literal) => {
         impl Number for $type {
             type Real = $real;
-            type Plan = AttentionPlan;
+            type Plan = AttentionPlan<$real>;
             const NAME: &'static str = stringify!($type);
             const BITS: u32 = <$bits>::BITS;
             const PRECISION: u32 = $precision;
@@ -169,7 +169,7 @@ macro_rules! number {
             }
 
             fn plan(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self::Plan, AttentionError> {
-                Self::Plan::new(shape, config)
+                Self::Plan::with_accumulator(shape, config)
             }
 
             fn threads(plan: &Self::Plan) -> usize {
@@ -209,7 +209,9 @@ macro_rules! real {
 number!(f32, u32, accumulator f32, precision 24, exponents from -126, canary 0x7fc0_dead);
 number!(f16, u16, accumulator f32, precision 11, exponents from -14, canary 0x7ead);
 number!(bf16, u16, accumulator f32, precision 8, exponents from -126, canary 0x7fde);
+number!(f64, u64, accumulator f64, precision 53, exponents from -1022, canary 0x7ff8_0000_dead_beef);
 real!(f32);
+real!(f64);
 
 /// Calls a function `law::<T, K>(arguments)` for each pair of element types, of Q and the output, and of K and V; in the
 /// quick profile for few pairs in which each type comes once on either side. The pair that ran last is printed.
@@ -217,7 +219,7 @@ real!(f32);
 macro_rules! for_each_pair {
     ($law:ident $(, $argument:expr)*) => {
         $crate::common::for_each_pair! { @ $law [$($argument),*]
-            few: f32 f32, f16 bf16, bf16 f16;
+            few: f32 f32, f16 bf16, bf16 f16, f64 f64;
             more: f16 f16, bf16 bf16, f32 f16, f32 bf16, f16 f32, bf16 f32;
         }
     };
