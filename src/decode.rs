@@ -104,11 +104,9 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         if any.is_empty() {
             return;
         }
-        // The first rows fetch V while they read K, the last ones the next K while they read V.
-        let nothing = Ahead::nothing(self.q_rows[first]);
-        let v_rows = if first == 0 { Ahead::rows(self.v.from(any.start)) } else { nothing };
-        let fetches_keys = first + ROWS == self.task.rows && self.next_keys > 0;
-        let next_k = if fetches_keys { Ahead::rows(self.k.from(self.keys)) } else { nothing };
+        // The first rows fetch the next block, the others find this one in the cache.
+        let next = (first == 0 && self.next_keys > 0).then(|| [self.k.from(self.keys), self.v.from(self.keys)]);
+        let mut ahead = Ahead::new(next, [self.head_dim, self.value_dim], self.q_rows[first]);
         let mut q = [self.q_rows[first]; ROWS];
         q.copy_from_slice(&self.q_rows[first..first + ROWS]);
         let scores = self.scratch.scores[first * stride..(first + ROWS) * stride].as_mut_ptr();
@@ -122,7 +120,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 self.k.from(any.start),
                 (any.len(), self.head_dim),
                 scores,
-                v_rows,
+                &mut ahead,
             );
         }
         let mut rescale = [A::ZERO; ROWS];
@@ -158,7 +156,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                         self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim].fill(A::ZERO);
                     }
                 }
-                self.values::<S, VECTORS, ROWS>(simd, first, from..to, (!all_new).then_some(rescale), next_k);
+                self.values::<S, VECTORS, ROWS>(simd, first, from..to, (!all_new).then_some(rescale), &mut ahead);
                 (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
                 continue;
             }
@@ -166,7 +164,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 let edge = keys[row].start.max(from)..keys[row].end.min(to);
                 if !edge.is_empty() {
                     let rescale_row = (!is_new[row]).then_some([rescale[row]]);
-                    self.values::<S, 4, 1>(simd, first + row, edge, rescale_row, nothing);
+                    self.values::<S, 4, 1>(simd, first + row, edge, rescale_row, &mut ahead);
                     (is_new[row], rescale[row]) = (false, A::from_index(1));
                 }
             }
@@ -181,7 +179,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         first: usize,
         keys: Range<usize>,
         rescale: Option<[A; ROWS]>,
-        ahead: Ahead,
+        ahead: &mut Ahead,
     ) {
         let stride = self.scratch.scores.len() / self.task.rows;
         let acc = &mut self.scratch.out_acc[first * self.value_dim..][..ROWS * self.value_dim];
@@ -194,10 +192,9 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
             probs_stride: stride,
             rescale,
             acc: acc.as_mut_ptr(),
-            ahead: ahead.from(keys.start),
         };
         // SAFETY: `v` is valid for the rows of the block (see the field), inside which `keys` lies; `probs` and `acc` have
         // just been cut to size, and `keys.end <= stride`.
-        unsafe { value_rows::<S, A, K, VECTORS, ROWS>(simd, op) };
+        unsafe { value_rows::<S, A, K, VECTORS, ROWS>(simd, op, ahead) };
     }
 }

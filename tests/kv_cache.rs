@@ -236,7 +236,7 @@ fn appended_elements_are_copied_or_rounded() {
     fn bits<T: Stored>(values: &[T]) -> Vec<u32> {
         values.iter().map(|x| x.bits()).collect()
     }
-    let nans = common::NAN_PAYLOADS.map(f32::from_bits);
+    let nans = <f32 as common::Number>::nans();
     assert_eq!(store::<_, f32>(&nans), bits(&nans));
     let halves: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
     assert_eq!(store::<_, f16>(&halves), bits(&halves), "signalling NaNs too");
@@ -272,7 +272,7 @@ fn views_feed_attention<T: Stored>() {
         let copies = views.map(|view| copied(&view));
         let contiguous = [0, 1].map(|i| TensorView::from_bhsd(&copies[i], views[i].shape()).unwrap());
         for q_len in [1, 3, 20] {
-            let q = Generator::new(4).normal_tensor([2, 6, q_len, 20], Layout::Bhsd);
+            let q = Generator::new(4).normal_tensor([2, 6, q_len, 20]);
             for (set, config) in instruction_sets().into_iter().flat_map(|set| masks().map(|config| (set, config))) {
                 assert_eq!(out_bits(&q, views, &config, set), out_bits(&q, contiguous, &config, set), "{set} {q_len}");
             }
@@ -305,7 +305,7 @@ fn truncated_tokens_do_not_change_output() {
         poisoned.append(0, &rejected, &rejected).unwrap();
         poisoned.truncate_sequence(0, len).unwrap();
         poisoned.truncate_sequence(1, len / 2).unwrap();
-        let q = Generator::new(4).normal_tensor([1, 4, 2, 8], Layout::Bhsd);
+        let q = Generator::new(4).normal_tensor([1, 4, 2, 8]);
         for sequence in 0..2 {
             let views = |cache| [KvCache::k_of(cache, 0, sequence).unwrap(), cache.v_of(0, sequence).unwrap()];
             assert!(views(&poisoned).iter().all(|view| copied(view).iter().all(|x| !x.is_nan())));

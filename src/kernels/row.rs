@@ -28,35 +28,67 @@ impl<K> Rows<K> {
     }
 }
 
-/// The rows of a matrix that is needed next, to be fetched into the cache while a product runs. Without a branch: where there
-/// is nothing to fetch, some line that is there already is fetched again, and past the end of a row whatever lies there.
+/// The next block of K and of V, to be fetched into the cache while this one is in use: both from their first byte to their last at
+/// one pace, in the order in which they lie in memory. [measured, 8 heads of 16384 keys in f32, a program of these loops alone, AVX-512]
+/// fraction of the read bandwidth: nothing fetched 0.43; V fetched while K is read and the other way round, line by line across
+/// rows 0.61, in order 0.70; both side by side in order 0.84.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead {
-    start: *const u8,
+    keys: Fetch,
+    values: Fetch,
+}
+
+/// How far the rows of one matrix have been fetched.
+#[derive(Clone, Copy)]
+struct Fetch {
+    row: *const u8,
+    at: usize,
+    row_bytes: usize,
     stride_bytes: usize,
 }
 
 impl Ahead {
-    pub(crate) fn rows<K>(rows: Rows<K>) -> Self {
-        Self { start: rows.start.cast(), stride_bytes: rows.stride.wrapping_mul(size_of::<K>()) }
+    /// `None`: nothing more is needed. Then lines of `in_cache` are fetched again and again, which costs less than to ask each time.
+    pub(crate) fn new<A, K: Copy>(
+        next: Option<[Rows<K>; 2]>,
+        [head_dim, value_dim]: [usize; 2],
+        in_cache: *const A,
+    ) -> Self {
+        let fetch = |matrix: usize, dim: usize| {
+            let rows = next.map(|next| next[matrix]);
+            Fetch {
+                row: rows.map_or(in_cache.cast(), |rows| rows.start.cast()),
+                at: 0,
+                row_bytes: dim * size_of::<K>(),
+                stride_bytes: rows.map_or(0, |rows| rows.stride.wrapping_mul(size_of::<K>())),
+            }
+        };
+        Self { keys: fetch(0, head_dim), values: fetch(1, value_dim) }
     }
 
-    /// Nothing new: a place that is in use.
-    pub(crate) fn nothing<A>(place: *const A) -> Self {
-        Self { start: place.cast(), stride_bytes: 0 }
-    }
-
-    /// Without the first rows.
-    pub(crate) fn from(self, row: usize) -> Self {
-        let start = self.start.wrapping_add(row.wrapping_mul(self.stride_bytes));
-        Self { start, ..self }
-    }
-
-    /// The cache line of a row that contains its byte `at`, where rows begin with a line.
+    /// Fetches half as many bytes of each as step `step` of a loop reads, of which each reads `bytes`: whole lines, hence not in every
+    /// step of short ones.
     #[inline(always)]
-    fn fetch(&self, row: usize, at: usize) {
-        let line = at / CACHE_LINE * CACHE_LINE;
-        prefetch(self.start.wrapping_add(row.wrapping_mul(self.stride_bytes).wrapping_add(line)));
+    fn fetch(&mut self, step: usize, bytes: usize) {
+        let lines = (bytes / 2 / CACHE_LINE).max(1);
+        let every = (2 * CACHE_LINE / bytes).max(1);
+        if step.is_multiple_of(every) {
+            self.keys.fetch(lines);
+            self.values.fetch(lines);
+        }
+    }
+}
+
+impl Fetch {
+    #[inline(always)]
+    fn fetch(&mut self, lines: usize) {
+        for line in 0..lines {
+            prefetch(self.row.wrapping_add(self.at + line * CACHE_LINE));
+        }
+        self.at += lines * CACHE_LINE;
+        let is_done = self.at >= self.row_bytes;
+        self.row = self.row.wrapping_add(if is_done { self.stride_bytes } else { 0 });
+        self.at = if is_done { 0 } else { self.at };
     }
 }
 
@@ -91,20 +123,20 @@ pub(crate) unsafe fn score_rows<S: Simd, A: Lane, K: Stored<A>, const KEYS: usiz
     k: Rows<K>,
     (keys, head_dim): (usize, usize),
     (scores, scores_stride): (*mut A, usize),
-    ahead: Ahead,
+    ahead: &mut Ahead,
 ) {
     let mut key = 0;
     // SAFETY: `key + KEYS <= keys`, or `key < keys`.
     unsafe {
         while key + KEYS <= keys {
-            let sums = dots::<S, A, K, KEYS, ROWS>(simd, q, k.from(key), head_dim, ahead.from(key));
+            let sums = dots::<S, A, K, KEYS, ROWS>(simd, q, k.from(key), head_dim, ahead);
             for row in 0..ROWS {
                 scores.add(row * scores_stride + key).cast::<[A; KEYS]>().write_unaligned(sums[row]);
             }
             key += KEYS;
         }
         while key < keys {
-            let sums = dots::<S, A, K, 1, ROWS>(simd, q, k.from(key), head_dim, ahead.from(key));
+            let sums = dots::<S, A, K, 1, ROWS>(simd, q, k.from(key), head_dim, ahead);
             for (row, &[sum]) in sums.iter().enumerate() {
                 scores.add(row * scores_stride + key).write(sum);
             }
@@ -123,7 +155,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     q: [*const A; ROWS],
     k: Rows<K>,
     head_dim: usize,
-    ahead: Ahead,
+    ahead: &mut Ahead,
 ) -> [[A; KEYS]; ROWS] {
     let lanes = A::lanes::<S>();
     let zero = A::splat(simd, A::ZERO);
@@ -134,12 +166,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     // SAFETY: `p + lanes <= head_dim` in the loops; behind them `head_dim - p` elements are left of every row.
     unsafe {
         while p + lanes <= head_dim {
-            // Each row has a line to be fetched for as many steps as it takes to get through one: some rows in every step.
-            let steps = (CACHE_LINE / (lanes * size_of::<K>())).max(1);
-            let rows = (KEYS / steps).max(1);
-            for row in 0..rows {
-                ahead.fetch((step % steps * rows + row).min(KEYS - 1), p * size_of::<K>());
-            }
+            ahead.fetch(step, KEYS * lanes * size_of::<K>());
             let mut keys = [zero; KEYS];
             for key in 0..KEYS {
                 keys[key] = K::widen::<S>(simd, k.start.add(key * k.stride + p));
@@ -215,7 +242,6 @@ pub(crate) struct ValueRows<A, K, const ROWS: usize> {
     pub(crate) rescale: Option<[A; ROWS]>,
     /// `[ROWS][value_dim]`
     pub(crate) acc: *mut A,
-    pub(crate) ahead: Ahead,
 }
 
 /// Runs it, `VECTORS` vectors of features at a time: enough sums to hide their latency, few enough for the registers.
@@ -226,21 +252,22 @@ pub(crate) struct ValueRows<A, K, const ROWS: usize> {
 pub(crate) unsafe fn value_rows<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, const ROWS: usize>(
     simd: S,
     op: ValueRows<A, K, ROWS>,
+    ahead: &mut Ahead,
 ) {
     let lanes = A::lanes::<S>();
     let mut d = 0;
     // SAFETY: `d + vectors * lanes <= value_dim` in every call, behind them `value_dim - d < lanes` elements are left.
     unsafe {
         while d + VECTORS * lanes <= op.value_dim {
-            value_vectors::<S, A, K, VECTORS, ROWS>(simd, &op, d);
+            value_vectors::<S, A, K, VECTORS, ROWS>(simd, &op, d, ahead);
             d += VECTORS * lanes;
         }
         if VECTORS > 4 && d + 4 * lanes <= op.value_dim {
-            value_vectors::<S, A, K, 4, ROWS>(simd, &op, d);
+            value_vectors::<S, A, K, 4, ROWS>(simd, &op, d, ahead);
             d += 4 * lanes;
         }
         while d + lanes <= op.value_dim {
-            value_vectors::<S, A, K, 1, ROWS>(simd, &op, d);
+            value_vectors::<S, A, K, 1, ROWS>(simd, &op, d, ahead);
             d += lanes;
         }
         if d < op.value_dim {
@@ -258,8 +285,10 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
     simd: S,
     op: &ValueRows<A, K, ROWS>,
     d: usize,
+    ahead: &mut Ahead,
 ) {
     let lanes = A::lanes::<S>();
+    let mut ahead_here = *ahead; // in registers
     let mut sums = [[A::splat(simd, A::ZERO); VECTORS]; ROWS];
     // SAFETY: `d + VECTORS * lanes <= value_dim`, `row < ROWS`, and the loop runs `keys` times.
     unsafe {
@@ -274,9 +303,7 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
         }
         let mut v = op.v.start.wrapping_add(d);
         for key in 0..op.keys {
-            for line in 0..(VECTORS * lanes * size_of::<K>() / CACHE_LINE).max(1) {
-                op.ahead.fetch(key, d * size_of::<K>() + line * CACHE_LINE);
-            }
+            ahead_here.fetch(key, VECTORS * lanes * size_of::<K>());
             let mut values = [A::splat(simd, A::ZERO); VECTORS];
             for vector in 0..VECTORS {
                 values[vector] = K::widen::<S>(simd, v.add(vector * lanes));
@@ -289,6 +316,7 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
             }
             v = v.wrapping_add(op.v.stride); // past the last key there is perhaps no memory
         }
+        *ahead = ahead_here;
         for row in 0..ROWS {
             for vector in 0..VECTORS {
                 A::store::<S>(op.acc.add(row * op.value_dim + d + vector * lanes), sums[row][vector]);

@@ -40,7 +40,7 @@ impl Stored for bf16 {
 /// New keys and values for a batch of this size.
 pub fn new_tokens(shape: &KvCacheShape, batch: usize, tokens: usize, layouts: [Layout; 2], seed: u64) -> [Tensor; 2] {
     let mut generator = Generator::new(seed);
-    let mut new = |dim, layout| generator.normal_tensor([batch, shape.num_kv_heads, tokens, dim], layout);
+    let mut new = |dim, layout| generator.normal_tensor([batch, shape.num_kv_heads, tokens, dim]).in_layout(layout);
     [new(shape.head_dim, layouts[0]), new(shape.value_dim, layouts[1])]
 }
 
