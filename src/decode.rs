@@ -11,7 +11,7 @@ use std::ops::Range;
 use pulp::Simd;
 
 use crate::kernels::lane::{Lane, has_fma};
-use crate::kernels::row::{Ahead, Rows, ValueRows, score_rows, value_rows};
+use crate::kernels::row::{Ahead, Rows, ValueRows, pack_rows, packed_len, score_rows, value_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
 use crate::online_softmax::softmax_row;
@@ -107,21 +107,26 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         // The first rows fetch the next block, the others find this one in the cache.
         let next = (first == 0 && self.next_keys > 0).then(|| [self.k.from(self.keys), self.v.from(self.keys)]);
         let mut ahead = Ahead::new(next, [self.head_dim, self.value_dim], self.q_rows[first]);
-        let mut q = [self.q_rows[first]; ROWS];
-        q.copy_from_slice(&self.q_rows[first..first + ROWS]);
+        let mut q = self.q_rows[first];
+        if ROWS > 1 {
+            // Behind the rows of Q that had to be converted, if any.
+            let padded_dim = packed_len::<S, A>(1, self.head_dim);
+            let packed = &mut self.scratch.q_panels[self.task.rows * self.head_dim + first * padded_dim..];
+            if self.is_first {
+                let mut rows = [q; ROWS];
+                rows.copy_from_slice(&self.q_rows[first..first + ROWS]);
+                // SAFETY: rows of Q are valid for `head_dim` elements (see the field).
+                unsafe { pack_rows::<S, A, ROWS>(rows, self.head_dim, packed) };
+            }
+            q = packed[..ROWS * padded_dim].as_ptr();
+        }
         let scores = self.scratch.scores[first * stride..(first + ROWS) * stride].as_mut_ptr();
-        // SAFETY: `k` and each row of Q are valid for what is read (see the fields), `any` lies inside the block, and
-        // `scores` has just been cut to `ROWS` rows of `stride >= keys` elements.
+        let keys_and_dim = (any.len(), self.head_dim);
+        // SAFETY: `k` is valid for what is read (see the field) and so is Q, one row or several packed; `any` lies inside the
+        // block, and `scores` has just been cut to `ROWS` rows of `stride >= keys` elements.
         unsafe {
             let scores = (scores.add(any.start), stride);
-            score_rows::<S, A, K, KEYS, ROWS>(
-                simd,
-                q,
-                self.k.from(any.start),
-                (any.len(), self.head_dim),
-                scores,
-                &mut ahead,
-            );
+            score_rows::<S, A, K, KEYS, ROWS>(simd, q, self.k.from(any.start), keys_and_dim, scores, &mut ahead);
         }
         let mut rescale = [A::ZERO; ROWS];
         for (row, keys) in keys.iter().enumerate() {

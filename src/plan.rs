@@ -226,8 +226,8 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// ```
     /// with `size` the bytes of an accumulator, 4 or 8, and each of the eight arrays, each chunk and the last summand rounded up to 64 bytes. At most 512 `rows`, and such that Q and
     /// output take at most 1 MiB or one panel. In prefill a `kv_block` is at most 192 keys and `scores` is `panel_rows *
-    /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 64 keys and
-    /// `rows * (kv_block + 16)`.
+    /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 64 keys,
+    /// `scores` is `rows * (kv_block + 16)`, and there are another `rows * round_up(head_dim, 16)`.
     ///
     /// There are several chunks only where at most 256 rows of a KV head meet more than 1024 keys (8 rows) or 1536 keys (more
     /// rows): at most 64, or 16. So the workspace grows with neither `q_len` nor `kv_len` beyond those numbers, and without chunks it is below

@@ -88,7 +88,7 @@ pub(crate) struct ScratchSizes {
 
 /// One thread's scratch. Every array starts on a 64-byte boundary. Contents are whatever the last task left.
 pub(crate) struct Scratch<'a, A> {
-    /// Prefill: `[panels][head_dim][panel_rows]`. Decode: `[rows][head_dim]`.
+    /// Prefill: `[panels][head_dim][panel_rows]`. Decode: `[rows][head_dim]`, and behind them the rows packed in fours and twos.
     pub(crate) q_panels: &'a mut [A],
     /// `[panels][value_dim][panel_rows]`
     pub(crate) out_acc: &'a mut [A],
@@ -115,12 +115,15 @@ impl ScratchSizes {
         // A cache line more than needed, so that rows a power of two long do not all fall into the same cache sets.
         let stride = |dim: usize| dim.checked_next_multiple_of(16)?.checked_add(16);
         let strides = [stride(shape.head_dim)?, stride(shape.value_dim)?];
-        let scores = match path {
-            Path::Prefill => panel_rows.checked_mul(kv_block)?,
-            Path::Decode => task_rows.checked_mul(kv_block + MAX_LANES)?,
+        let (q_panels, scores) = match path {
+            Path::Prefill => (shape.head_dim, panel_rows.checked_mul(kv_block)?),
+            Path::Decode => {
+                let padded_dim = shape.head_dim.checked_next_multiple_of(MAX_LANES)?;
+                (shape.head_dim.checked_add(padded_dim)?, task_rows.checked_mul(kv_block + MAX_LANES)?)
+            }
         };
         let lens = [
-            task_rows.checked_mul(shape.head_dim)?,
+            task_rows.checked_mul(q_panels)?,
             task_rows.checked_mul(shape.value_dim)?,
             task_rows,
             task_rows,

@@ -12,6 +12,7 @@
 use pulp::Simd;
 
 use super::lane::Lane;
+use super::score_tile::{GROUP, opaque};
 use super::stored::Stored;
 
 /// Rows of a matrix with unit stride inside a row.
@@ -66,8 +67,8 @@ impl Ahead {
         Self { keys: fetch(0, head_dim), values: fetch(1, value_dim) }
     }
 
-    /// Fetches half as many bytes of each as step `step` of a loop reads, of which each reads `bytes`: whole lines, hence not in every
-    /// step of short ones.
+    /// Fetches half as many bytes of each as a step of a loop reads, of which each reads `bytes`: whole lines, hence not in every step
+    /// of short ones.
     #[inline(always)]
     fn fetch(&mut self, step: usize, bytes: usize) {
         let lines = (bytes / 2 / CACHE_LINE).max(1);
@@ -75,6 +76,27 @@ impl Ahead {
         if step.is_multiple_of(every) {
             self.keys.fetch(lines);
             self.values.fetch(lines);
+        }
+    }
+
+    /// The same for a loop over the features of `2 * ROWS` rows (at most 4): `bytes` of the next `ROWS` rows of each, from byte `at` of them on. The
+    /// caller moves on by `ROWS` rows behind the loop.
+    #[inline(always)]
+    fn fetch_rows<const ROWS: usize>(&self, at: usize, bytes: usize) {
+        for fetch in [&self.keys, &self.values] {
+            let gap = fetch.stride_bytes.wrapping_sub(fetch.row_bytes);
+            let gap = if ROWS > 1 && at >= fetch.row_bytes { gap } else { 0 };
+            let from = fetch.row.wrapping_add(at).wrapping_add(gap);
+            for line in 0..bytes.div_ceil(CACHE_LINE) {
+                prefetch(from.wrapping_add(line * CACHE_LINE));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn skip_rows(&mut self, rows: usize) {
+        for fetch in [&mut self.keys, &mut self.values] {
+            fetch.row = fetch.row.wrapping_add(rows.wrapping_mul(fetch.stride_bytes));
         }
     }
 }
@@ -111,15 +133,43 @@ fn prefetch(address: *const u8) {
     let _ = address;
 }
 
+/// Length of [`pack_rows`]' result.
+#[inline(always)]
+pub(crate) fn packed_len<S: Simd, A: Lane>(rows: usize, head_dim: usize) -> usize {
+    rows * head_dim.next_multiple_of(A::lanes::<S>())
+}
+
+/// Rows of Q as [`score_rows`] takes several: `[vectors of head_dim][ROWS][lanes]`, filled up with 0.
+///
+/// # Safety
+/// Each of `q` must be valid for reading `head_dim` elements.
+#[inline(always)]
+pub(crate) unsafe fn pack_rows<S: Simd, A: Lane, const ROWS: usize>(
+    q: [*const A; ROWS],
+    head_dim: usize,
+    to: &mut [A],
+) {
+    let lanes = A::lanes::<S>();
+    for (vector, to) in to[..packed_len::<S, A>(ROWS, head_dim)].chunks_exact_mut(ROWS * lanes).enumerate() {
+        for (row, to) in to.chunks_exact_mut(lanes).enumerate() {
+            for (lane, to) in to.iter_mut().enumerate() {
+                let p = vector * lanes + lane;
+                // SAFETY: `p < head_dim`, the length of a row.
+                *to = if p < head_dim { unsafe { *q[row].add(p) } } else { A::ZERO };
+            }
+        }
+    }
+}
+
 /// `scores[row][key] = q[row] . k[key]` for `ROWS` rows and `keys` keys, `scores_stride` apart.
 ///
 /// # Safety
-/// `k` must be valid for reading `keys` rows of `head_dim` elements, each of `q` for `head_dim`, and `scores` for writing
-/// `keys` elements in each of `ROWS` rows.
+/// `k` must be valid for reading `keys` rows of `head_dim` elements; `q` for reading `head_dim`, or what [`pack_rows`] made of several
+/// rows; and `scores` for writing `keys` elements in each of `ROWS` rows.
 #[inline(always)]
 pub(crate) unsafe fn score_rows<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: usize>(
     simd: S,
-    q: [*const A; ROWS],
+    q: *const A,
     k: Rows<K>,
     (keys, head_dim): (usize, usize),
     (scores, scores_stride): (*mut A, usize),
@@ -148,11 +198,11 @@ pub(crate) unsafe fn score_rows<S: Simd, A: Lane, K: Stored<A>, const KEYS: usiz
 /// `q[row] . k[key]` for the first `KEYS` rows of `k`, each in the same order of additions: equal keys get equal scores.
 ///
 /// # Safety
-/// `k` must be valid for reading `KEYS` rows of `head_dim` elements, each of `q` for `head_dim`.
+/// As [`score_rows`], for `KEYS` keys.
 #[inline(always)]
 unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: usize>(
     simd: S,
-    q: [*const A; ROWS],
+    q: *const A,
     k: Rows<K>,
     head_dim: usize,
     ahead: &mut Ahead,
@@ -162,17 +212,27 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     // A row alone has two sums a key: they halve the chain of dependent FMAs, which is what a single key waits for.
     let mut acc = [[[zero; 2]; KEYS]; ROWS];
     let mut p = 0;
-    let mut step = 0;
+    let mut q_step = q;
+    // Pointers for groups of keys, as in the score tile.
+    let mut groups = [k.start; 4];
+    for group in 0..4 {
+        groups[group] = opaque(k.from(group * GROUP).start);
+    }
     // SAFETY: `p + lanes <= head_dim` in the loops; behind them `head_dim - p` elements are left of every row.
     unsafe {
         while p + lanes <= head_dim {
-            ahead.fetch(step, KEYS * lanes * size_of::<K>());
+            let size = size_of::<K>();
+            match KEYS {
+                2 => ahead.fetch_rows::<1>(p * size, lanes * size),
+                4 => ahead.fetch_rows::<2>(2 * p * size, 2 * lanes * size),
+                _ => {}
+            }
             let mut keys = [zero; KEYS];
             for key in 0..KEYS {
-                keys[key] = K::widen::<S>(simd, k.start.add(key * k.stride + p));
+                keys[key] = K::widen::<S>(simd, groups[key / GROUP].add(key % GROUP * k.stride));
             }
             for row in 0..ROWS {
-                let q = A::load::<S>(q[row].add(p));
+                let q = A::load::<S>(q_step.add(row * lanes));
                 for key in 0..KEYS {
                     acc[row][key][0] = A::mul_add(simd, q, keys[key], acc[row][key][0]);
                 }
@@ -183,20 +243,27 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
                     acc[0][key].swap(0, 1);
                 }
             }
+            for group in 0..4 {
+                groups[group] = groups[group].wrapping_add(lanes);
+            }
+            q_step = q_step.wrapping_add(ROWS * lanes);
             p += lanes;
-            step += 1;
         }
         if p < head_dim {
             for key in 0..KEYS {
                 let tail = core::slice::from_raw_parts(k.start.add(key * k.stride + p), head_dim - p);
                 let k = K::widen_partial::<S>(simd, tail);
                 for row in 0..ROWS {
-                    let q = A::load_partial(simd, core::slice::from_raw_parts(q[row].add(p), head_dim - p));
+                    let q = match ROWS {
+                        1 => A::load_partial(simd, core::slice::from_raw_parts(q_step, head_dim - p)),
+                        _ => A::load::<S>(q_step.add(row * lanes)),
+                    };
                     acc[row][key][0] = A::mul_add(simd, q, k, acc[row][key][0]);
                 }
             }
         }
     }
+    ahead.skip_rows(KEYS / 2);
     let mut sums = [[A::ZERO; KEYS]; ROWS];
     if ROWS * KEYS == 16 {
         let mut vectors = [zero; 16];

@@ -119,7 +119,7 @@ unsafe fn score_tile<S: Simd, A: Lane, const KEYS: usize, const ROW_VECTORS: usi
 }
 
 /// Keys that share a pointer.
-const GROUP: usize = if cfg!(target_arch = "aarch64") { 1 } else { 3 };
+pub(super) const GROUP: usize = if cfg!(target_arch = "aarch64") { 1 } else { 3 };
 
 /// No tile has more keys.
 const MAX_KEYS: usize = 12;
@@ -128,7 +128,7 @@ const MAX_KEYS: usize = 12;
 /// that of the one before, an addition per key and step. [llvm-mca] 6 x 2 on a Haswell, whose front end takes 4 instructions a
 /// cycle: 6.0 cycles a step instead of 7.25; 6 x 4 on a Neoverse V1 6.0 instead of 7.7, on an N1 12.0 instead of 14.5.
 #[inline(always)]
-fn opaque<A>(pointer: *const A) -> *const A {
+pub(super) fn opaque<A>(pointer: *const A) -> *const A {
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     {
         let mut pointer = pointer;
