@@ -11,10 +11,10 @@ use std::ops::Range;
 use pulp::Simd;
 
 use crate::kernels::lane::{Lane, has_fma};
-use crate::kernels::row::{Ahead, Rows, ValueRows, pack_rows, packed_len, score_rows, value_rows};
+use crate::kernels::row::{Fetch, Rows, ValueRows, pack_rows, packed_len, score_rows, value_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
-use crate::online_softmax::softmax_row;
+use crate::online_softmax::{softmax_row, softmax_rows};
 use crate::row_block::RowBlock;
 use crate::workspace::Scratch;
 
@@ -104,9 +104,12 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         if any.is_empty() {
             return;
         }
-        // The first rows fetch the next block, the others find this one in the cache.
-        let next = (first == 0 && self.next_keys > 0).then(|| [self.k.from(self.keys), self.v.from(self.keys)]);
-        let mut ahead = Ahead::new(next, [self.head_dim, self.value_dim], self.q_rows[first]);
+        // Only the first rows fetch: the others find the block in the cache.
+        let (v, next_k) = (self.v.from(any.start), self.k.from(self.keys));
+        let mut ahead = [
+            Fetch::new((first == 0).then_some(v), self.value_dim, self.q_rows[first]),
+            Fetch::new((first == 0 && self.next_keys > 0).then_some(next_k), self.head_dim, self.q_rows[first]),
+        ];
         let mut q = self.q_rows[first];
         if ROWS > 1 {
             // Behind the rows of Q that had to be converted, if any.
@@ -126,10 +129,24 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         // block, and `scores` has just been cut to `ROWS` rows of `stride >= keys` elements.
         unsafe {
             let scores = (scores.add(any.start), stride);
-            score_rows::<S, A, K, KEYS, ROWS>(simd, q, self.k.from(any.start), keys_and_dim, scores, &mut ahead);
+            score_rows::<S, A, K, KEYS, ROWS>(simd, q, self.k.from(any.start), keys_and_dim, scores, &mut ahead[0]);
         }
         let mut rescale = [A::ZERO; ROWS];
+        let mut keys_done = false;
+        if ROWS > 1 && any == all && any.len().is_multiple_of(A::lanes::<S>()) {
+            rescale = softmax_rows::<S, A, ROWS>(
+                simd,
+                (&mut self.scratch.scores[first * stride + any.start..], stride, any.len()),
+                self.scale,
+                &mut self.scratch.running_max[first..first + ROWS],
+                &mut self.scratch.running_sum[first..first + ROWS],
+            );
+            keys_done = true;
+        }
         for (row, keys) in keys.iter().enumerate() {
+            if keys_done {
+                break;
+            }
             if keys.is_empty() {
                 rescale[row] = A::from_index(1);
                 continue;
@@ -161,7 +178,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                         self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim].fill(A::ZERO);
                     }
                 }
-                self.values::<S, VECTORS, ROWS>(simd, first, from..to, (!all_new).then_some(rescale), &mut ahead);
+                self.values::<S, VECTORS, ROWS>(simd, first, from..to, (!all_new).then_some(rescale), &mut ahead[1]);
                 (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
                 continue;
             }
@@ -169,7 +186,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 let edge = keys[row].start.max(from)..keys[row].end.min(to);
                 if !edge.is_empty() {
                     let rescale_row = (!is_new[row]).then_some([rescale[row]]);
-                    self.values::<S, 4, 1>(simd, first + row, edge, rescale_row, &mut ahead);
+                    self.values::<S, 4, 1>(simd, first + row, edge, rescale_row, &mut ahead[1]);
                     (is_new[row], rescale[row]) = (false, A::from_index(1));
                 }
             }
@@ -184,7 +201,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         first: usize,
         keys: Range<usize>,
         rescale: Option<[A; ROWS]>,
-        ahead: &mut Ahead,
+        ahead: &mut Fetch,
     ) {
         let stride = self.scratch.scores.len() / self.task.rows;
         let acc = &mut self.scratch.out_acc[first * self.value_dim..][..ROWS * self.value_dim];

@@ -12,6 +12,7 @@
 
 use pulp::Simd;
 
+use crate::kernels::MAX_LANES;
 use crate::kernels::lane::Lane;
 
 /// State of one panel's rows, `[ROW_VECTORS]` vectors each, and the old maximum on entry in `rescale`.
@@ -95,6 +96,60 @@ pub(crate) fn softmax_row<S: Simd, A: Lane>(
     let rescale = A::first_lane::<S>(A::exp(simd, A::sub(simd, A::splat(simd, old_max), reference)));
     *running_sum = running_sum.mul_scalar(rescale).add_scalar(block_sum);
     *running_max = max;
+    rescale
+}
+
+/// The same for a few rows that see the same keys, a whole number of vectors: what is done once for a row is done once for all of
+/// them. Row `r` begins with element `r * stride` of `scores`.
+#[inline(always)]
+pub(crate) fn softmax_rows<S: Simd, A: Lane, const ROWS: usize>(
+    simd: S,
+    (scores, stride, keys): (&mut [A], usize, usize),
+    scale: A,
+    running_max: &mut [A],
+    running_sum: &mut [A],
+) -> [A; ROWS] {
+    let lanes = A::lanes::<S>();
+    let scale = A::splat(simd, scale);
+    let mut maxima = [A::splat(simd, A::NEG_INFINITY); ROWS];
+    for row in 0..ROWS {
+        for scores in scores[row * stride..][..keys].chunks_exact_mut(lanes) {
+            let scaled = A::mul(simd, A::load_slice::<S>(scores), scale);
+            maxima[row] = A::max(simd, scaled, maxima[row]);
+            A::store_slice::<S>(scores, scaled);
+        }
+    }
+    let maxima = A::reduce_maxima(simd, maxima);
+    // One exponential for all rows: their differences, a lane each.
+    let (mut references, mut differences) = ([A::ZERO; ROWS], [A::ZERO; MAX_LANES]);
+    for row in 0..ROWS {
+        let old_max = running_max[row];
+        let max = if maxima[row] > old_max { maxima[row] } else { old_max };
+        references[row] = if max > A::NEG_INFINITY { max } else { A::ZERO };
+        differences[row] = old_max.sub_scalar(references[row]);
+        running_max[row] = max;
+    }
+    let mut factors = [A::ZERO; MAX_LANES];
+    let mut row = 0;
+    while row < ROWS {
+        A::store_slice::<S>(&mut factors[row..], A::exp(simd, A::load_slice::<S>(&differences[row..])));
+        row += lanes;
+    }
+    let mut sums = [A::splat(simd, A::ZERO); ROWS];
+    for row in 0..ROWS {
+        let reference = A::splat(simd, references[row]);
+        for scores in scores[row * stride..][..keys].chunks_exact_mut(lanes) {
+            let prob = A::exp(simd, A::sub(simd, A::load_slice::<S>(scores), reference));
+            sums[row] = A::add(simd, sums[row], prob);
+            A::store_slice::<S>(scores, prob);
+        }
+    }
+    let sums = A::reduce_sums(simd, sums);
+    let mut rescale = [A::ZERO; ROWS];
+    for row in 0..ROWS {
+        rescale[row] = factors[row];
+        running_sum[row] = running_sum[row].mul_scalar(rescale[row]).add_scalar(sums[row]);
+    }
     rescale
 }
 

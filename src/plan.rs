@@ -24,7 +24,7 @@ pub(crate) const KV_BLOCK: usize = 192;
 
 /// The same where few rows meet the keys: K of a block stays in L1 until V is multiplied, and the other way round. Small, but
 /// a pass over the accumulators for each.
-pub(crate) const DECODE_KV_BLOCK: usize = 64;
+pub(crate) const DECODE_KV_BLOCK: usize = 32;
 
 /// Keys of a chunk, where few rows meet many keys, so that one head keeps several threads busy. A constant (up to
 /// `MOST_CHUNKS` chunks), never a function of the threads, because it decides the bits. At head_dim 128 in f32 a chunk of K and V is

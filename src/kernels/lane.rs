@@ -23,6 +23,7 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     fn from_index(index: usize) -> Self;
     fn mul_scalar(self, other: Self) -> Self;
     fn add_scalar(self, other: Self) -> Self;
+    fn sub_scalar(self, other: Self) -> Self;
     /// 1 / self.
     fn reciprocal(self) -> Self;
     /// False for NaN.
@@ -45,6 +46,15 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
             sums[i] = Self::reduce_sum(simd, vectors[i]);
         }
         sums
+    }
+    /// The largest lane of several vectors.
+    #[inline(always)]
+    fn reduce_maxima<S: Simd, const N: usize>(simd: S, vectors: [Self::Vector<S>; N]) -> [Self; N] {
+        let mut maxima = [Self::ZERO; N];
+        for i in 0..N {
+            maxima[i] = Self::reduce_max(simd, vectors[i]);
+        }
+        maxima
     }
     /// The sum of all lanes, always in the same order.
     fn reduce_sum<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
@@ -147,6 +157,10 @@ impl Lane for f32 {
     #[inline(always)]
     fn add_scalar(self, other: f32) -> f32 {
         self + other
+    }
+    #[inline(always)]
+    fn sub_scalar(self, other: f32) -> f32 {
+        self - other
     }
     #[inline(always)]
     fn reciprocal(self) -> f32 {

@@ -31,6 +31,10 @@ impl Lane for f64 {
         self + other
     }
     #[inline(always)]
+    fn sub_scalar(self, other: f64) -> f64 {
+        self - other
+    }
+    #[inline(always)]
     fn reciprocal(self) -> f64 {
         1.0 / self
     }

@@ -29,85 +29,38 @@ impl<K> Rows<K> {
     }
 }
 
-/// The next block of K and of V, to be fetched into the cache while this one is in use: both from their first byte to their last at
-/// one pace, in the order in which they lie in memory. [measured, 8 heads of 16384 keys in f32, a program of these loops alone, AVX-512]
-/// fraction of the read bandwidth: nothing fetched 0.43; V fetched while K is read and the other way round, line by line across
-/// rows 0.61, in order 0.70; both side by side in order 0.84.
+/// The rows of a matrix that is needed next, fetched into the cache while a product runs: in the order in which they lie in memory, from
+/// the first byte to the last. V of a block while its K is read, and the next K while V is. [measured, 8 heads of 16384 keys in f32, a
+/// program of these loops alone, AVX-512] fraction of the read bandwidth with blocks of 64 keys: nothing fetched 0.43, line by line
+/// across the rows 0.61, in order 0.70; and in order with blocks of 32 keys 0.75.
 #[derive(Clone, Copy)]
-pub(crate) struct Ahead {
-    keys: Fetch,
-    values: Fetch,
-}
-
-/// How far the rows of one matrix have been fetched.
-#[derive(Clone, Copy)]
-struct Fetch {
+pub(crate) struct Fetch {
     row: *const u8,
     at: usize,
     row_bytes: usize,
     stride_bytes: usize,
 }
 
-impl Ahead {
-    /// `None`: nothing more is needed. Then lines of `in_cache` are fetched again and again, which costs less than to ask each time.
-    pub(crate) fn new<A, K: Copy>(
-        next: Option<[Rows<K>; 2]>,
-        [head_dim, value_dim]: [usize; 2],
-        in_cache: *const A,
-    ) -> Self {
-        let fetch = |matrix: usize, dim: usize| {
-            let rows = next.map(|next| next[matrix]);
-            Fetch {
-                row: rows.map_or(in_cache.cast(), |rows| rows.start.cast()),
-                at: 0,
-                row_bytes: dim * size_of::<K>(),
-                stride_bytes: rows.map_or(0, |rows| rows.stride.wrapping_mul(size_of::<K>())),
-            }
-        };
-        Self { keys: fetch(0, head_dim), values: fetch(1, value_dim) }
-    }
-
-    /// Fetches half as many bytes of each as a step of a loop reads, of which each reads `bytes`: whole lines, hence not in every step
-    /// of short ones.
-    #[inline(always)]
-    fn fetch(&mut self, step: usize, bytes: usize) {
-        let lines = (bytes / 2 / CACHE_LINE).max(1);
-        let every = (2 * CACHE_LINE / bytes).max(1);
-        if step.is_multiple_of(every) {
-            self.keys.fetch(lines);
-            self.values.fetch(lines);
-        }
-    }
-
-    /// The same for a loop over the features of `2 * ROWS` rows (at most 4): `bytes` of the next `ROWS` rows of each, from byte `at` of them on. The
-    /// caller moves on by `ROWS` rows behind the loop.
-    #[inline(always)]
-    fn fetch_rows<const ROWS: usize>(&self, at: usize, bytes: usize) {
-        for fetch in [&self.keys, &self.values] {
-            let gap = fetch.stride_bytes.wrapping_sub(fetch.row_bytes);
-            let gap = if ROWS > 1 && at >= fetch.row_bytes { gap } else { 0 };
-            let from = fetch.row.wrapping_add(at).wrapping_add(gap);
-            for line in 0..bytes.div_ceil(CACHE_LINE) {
-                prefetch(from.wrapping_add(line * CACHE_LINE));
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn skip_rows(&mut self, rows: usize) {
-        for fetch in [&mut self.keys, &mut self.values] {
-            fetch.row = fetch.row.wrapping_add(rows.wrapping_mul(fetch.stride_bytes));
-        }
-    }
-}
-
 impl Fetch {
-    #[inline(always)]
-    fn fetch(&mut self, lines: usize) {
-        for line in 0..lines {
-            prefetch(self.row.wrapping_add(self.at + line * CACHE_LINE));
+    /// `None`: nothing is needed. Then lines of `in_cache` are fetched again and again, which costs less than to ask each time.
+    pub(crate) fn new<A, K: Copy>(rows: Option<Rows<K>>, dim: usize, in_cache: *const A) -> Self {
+        Self {
+            row: rows.map_or(in_cache.cast(), |rows| rows.start.cast()),
+            at: 0,
+            row_bytes: dim * size_of::<K>(),
+            stride_bytes: rows.map_or(0, |rows| rows.stride.wrapping_mul(size_of::<K>())),
         }
-        self.at += lines * CACHE_LINE;
+    }
+
+    /// Goes on by `bytes`. Where that is less than a line, a line is fetched several times: without a branch.
+    #[inline(always)]
+    fn fetch(&mut self, bytes: usize) {
+        let mut line = 0;
+        while line < bytes {
+            prefetch(self.row.wrapping_add(self.at + line));
+            line += CACHE_LINE;
+        }
+        self.at += bytes;
         let is_done = self.at >= self.row_bytes;
         self.row = self.row.wrapping_add(if is_done { self.stride_bytes } else { 0 });
         self.at = if is_done { 0 } else { self.at };
@@ -173,7 +126,7 @@ pub(crate) unsafe fn score_rows<S: Simd, A: Lane, K: Stored<A>, const KEYS: usiz
     k: Rows<K>,
     (keys, head_dim): (usize, usize),
     (scores, scores_stride): (*mut A, usize),
-    ahead: &mut Ahead,
+    ahead: &mut Fetch,
 ) {
     let mut key = 0;
     // SAFETY: `key + KEYS <= keys`, or `key < keys`.
@@ -205,7 +158,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     q: *const A,
     k: Rows<K>,
     head_dim: usize,
-    ahead: &mut Ahead,
+    ahead: &mut Fetch,
 ) -> [[A; KEYS]; ROWS] {
     let lanes = A::lanes::<S>();
     let zero = A::splat(simd, A::ZERO);
@@ -221,12 +174,7 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     // SAFETY: `p + lanes <= head_dim` in the loops; behind them `head_dim - p` elements are left of every row.
     unsafe {
         while p + lanes <= head_dim {
-            let size = size_of::<K>();
-            match KEYS {
-                2 => ahead.fetch_rows::<1>(p * size, lanes * size),
-                4 => ahead.fetch_rows::<2>(2 * p * size, 2 * lanes * size),
-                _ => {}
-            }
+            ahead.fetch(KEYS * lanes * size_of::<K>());
             let mut keys = [zero; KEYS];
             for key in 0..KEYS {
                 keys[key] = K::widen::<S>(simd, groups[key / GROUP].add(key % GROUP * k.stride));
@@ -263,7 +211,6 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
             }
         }
     }
-    ahead.skip_rows(KEYS / 2);
     let mut sums = [[A::ZERO; KEYS]; ROWS];
     if ROWS * KEYS == 16 {
         let mut vectors = [zero; 16];
@@ -319,7 +266,7 @@ pub(crate) struct ValueRows<A, K, const ROWS: usize> {
 pub(crate) unsafe fn value_rows<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, const ROWS: usize>(
     simd: S,
     op: ValueRows<A, K, ROWS>,
-    ahead: &mut Ahead,
+    ahead: &mut Fetch,
 ) {
     let lanes = A::lanes::<S>();
     let mut d = 0;
@@ -352,7 +299,7 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
     simd: S,
     op: &ValueRows<A, K, ROWS>,
     d: usize,
-    ahead: &mut Ahead,
+    ahead: &mut Fetch,
 ) {
     let lanes = A::lanes::<S>();
     let mut ahead_here = *ahead; // in registers
@@ -370,7 +317,7 @@ unsafe fn value_vectors<S: Simd, A: Lane, K: Stored<A>, const VECTORS: usize, co
         }
         let mut v = op.v.start.wrapping_add(d);
         for key in 0..op.keys {
-            ahead_here.fetch(key, VECTORS * lanes * size_of::<K>());
+            ahead_here.fetch(VECTORS * lanes * size_of::<K>());
             let mut values = [A::splat(simd, A::ZERO); VECTORS];
             for vector in 0..VECTORS {
                 values[vector] = K::widen::<S>(simd, v.add(vector * lanes));
