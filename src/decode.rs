@@ -10,8 +10,9 @@ use std::ops::Range;
 
 use pulp::Simd;
 
+use crate::kernels::fetch::{Fetch, Rows};
 use crate::kernels::lane::{Lane, has_fma};
-use crate::kernels::row::{Fetch, Rows, ValueRows, pack_rows, packed_len, score_rows, value_rows};
+use crate::kernels::row::{ValueRows, pack_rows, packed_len, score_rows, value_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
 use crate::online_softmax::{softmax_row, softmax_rows};

@@ -22,6 +22,7 @@ pub(crate) mod broadcast;
 pub(crate) mod convert;
 pub(crate) mod exp;
 pub(crate) mod exp_f64;
+pub(crate) mod fetch;
 pub(crate) mod lane;
 pub(crate) mod lane_f64;
 #[cfg(feature = "__panel")]

@@ -5,6 +5,7 @@
 
 use pulp::Simd;
 
+use crate::kernels::fetch::FetchRows;
 use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::score_tile::{ScoreBlock, score_block};
 use crate::kernels::value_tile::{ValueBlock, value_block, value_block_selected};
@@ -236,6 +237,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             scores: scores.as_mut_ptr().wrapping_add(first_lane),
             max: max.map(|max| max.wrapping_add(first_lane)),
             panel_rows,
+            ahead: if first_row == 0 { self.fetch_values } else { FetchRows::NOTHING },
         };
         // SAFETY: `k` is valid for `self.keys >= span.end` rows (see the field); `q_panel` and `scores` have just been
         // cut to size, `max` has `panel_rows`, and a half starts half a row in and is half as wide.
@@ -291,6 +293,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             rescale: rescales.then_some(rescale.as_ptr()),
             out_acc: out_acc.as_mut_ptr().wrapping_add(first_lane),
             panel_rows,
+            ahead: if first_row == 0 { self.fetch_keys } else { FetchRows::NOTHING },
         }
     }
 }

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use crate::kernels::fetch::FetchRows;
 use crate::mask::VisibleKeys;
 use crate::plan::Blocks;
 use crate::workspace::Scratch;
@@ -103,5 +104,8 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) v_stride: usize,
     pub(crate) head_dim: usize,
     pub(crate) value_dim: usize,
+    /// V of this block, and K of the next one, where the task does not find them in the cache.
+    pub(crate) fetch_values: FetchRows,
+    pub(crate) fetch_keys: FetchRows,
     pub(crate) scratch: &'t mut Scratch<'s, A>,
 }

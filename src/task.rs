@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::ptr;
 
 use crate::decode::DecodeBlock;
+use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
-use crate::kernels::row::Rows;
 use crate::kernels::{MAX_DECODE_ROWS, TileSizes};
 use crate::merge::{MergeChunks, Partials};
 use crate::packing::{PackKeys, PackQ, Packing, UnpackOut};
@@ -117,9 +117,33 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 self.read_block(&self.inputs.k, task, keys.clone(), (&mut *scratch.k_block, k_scratch_stride));
             let (v, v_stride) =
                 self.read_block(&self.inputs.v, task, keys.clone(), (&mut *scratch.v_block, v_scratch_stride));
+            let next = keys.end..(keys.end + self.plan.blocks.kv_block).min(task.keys().end);
             let (first_key, keys) = (keys.start, keys.len());
+            // What was packed is in the cache, and more rows take so long that waiting for memory does not show.
+            let fetches = task.rows <= FEW_PANELS * task.panel_rows;
+            let is_packed = |block: *const T::Acc, scratch: &[T::Acc]| block == scratch.as_ptr();
+            let (mut fetch_values, mut fetch_keys) = (FetchRows::NOTHING, FetchRows::NOTHING);
+            if fetches && value_dim > 0 && !is_packed(v, scratch.v_block) {
+                fetch_values = FetchRows::new(Rows { start: v, stride: v_stride }, keys, value_dim);
+            }
+            if fetches && !next.is_empty() && !is_packed(k, scratch.k_block) {
+                fetch_keys = FetchRows::new(Rows { start: k, stride: k_stride }.from(keys), next.len(), head_dim);
+            }
             let scratch = &mut *scratch;
-            let block = KeyBlock { task, first_key, keys, k, k_stride, v, v_stride, head_dim, value_dim, scratch };
+            let block = KeyBlock {
+                task,
+                first_key,
+                keys,
+                k,
+                k_stride,
+                v,
+                v_stride,
+                head_dim,
+                value_dim,
+                fetch_values,
+                fetch_keys,
+                scratch,
+            };
             T::Acc::prefill(self.plan.instruction_set, PrefillBlock(block));
         }
     }
@@ -354,3 +378,6 @@ fn worth_packing(task: &RowBlock, key_stride: usize, dim: usize) -> bool {
     const FEWEST_PANELS: usize = 4;
     key_stride != dim && task.rows > (FEWEST_PANELS - 1) * task.panel_rows
 }
+
+/// Panels of a task up to which K and V are fetched ahead. [measured] in benches/results/log.md.
+const FEW_PANELS: usize = 2;

@@ -6,6 +6,7 @@
 use pulp::Simd;
 
 use super::WithTiles;
+use super::fetch::FetchRows;
 use super::lane::as_rows;
 use super::score_tile::{ScoreBlock, score_block};
 use super::value_tile::{ValueBlock, value_block};
@@ -31,7 +32,17 @@ pub fn score_tiles(set: InstructionSet, keys: usize, k: &[f32], q_panel: &[f32],
     let (panel_rows, head_dim) = (rows(set), k.len() / keys);
     assert_eq!([k.len(), q_panel.len(), scores.len()], [keys * head_dim, head_dim * panel_rows, keys * panel_rows]);
     let (k, q_panel, scores) = (k.as_ptr(), q_panel.as_ptr(), scores.as_mut_ptr());
-    set.run(Op(ScoreBlock { k, k_stride: head_dim, keys, head_dim, q_panel, scores, max: None, panel_rows }));
+    set.run(Op(ScoreBlock {
+        k,
+        k_stride: head_dim,
+        keys,
+        head_dim,
+        q_panel,
+        scores,
+        max: None,
+        panel_rows,
+        ahead: FetchRows::NOTHING,
+    }));
 }
 
 /// The softmax step: `scores` `[keys][rows]`, 64-byte aligned like the state, which is running maximum, running sum and
@@ -76,5 +87,6 @@ pub fn value_tiles(set: InstructionSet, v: &[f32], probs: &[f32], rescale: &[f32
         rescale: Some(rescale.as_ptr()),
         out_acc: out_acc.as_mut_ptr(),
         panel_rows,
+        ahead: FetchRows::NOTHING,
     }));
 }

@@ -4,6 +4,7 @@
 
 use pulp::Simd;
 
+use super::fetch::FetchRows;
 use super::lane::Lane;
 use super::split_tiles;
 
@@ -25,6 +26,8 @@ pub(crate) struct ScoreBlock<A> {
     pub(crate) max: Option<*mut A>,
     /// Elements between neighbouring keys of `scores` and dims of `q_panel`.
     pub(crate) panel_rows: usize,
+    /// What is needed next.
+    pub(crate) ahead: FetchRows,
 }
 
 /// Scores of all `keys` for `ROW_VECTORS` vectors of rows.
@@ -42,7 +45,8 @@ pub(crate) unsafe fn score_block<S: Simd, A: Lane, const TILE: usize, const SHOR
     let mut next = block;
     // SAFETY: the tiles cover the block's keys exactly, so each stays inside what the caller promised.
     unsafe {
-        for _ in 0..full {
+        for tile in 0..full {
+            block.ahead.fetch(tile, full);
             score_tile::<S, A, TILE, ROW_VECTORS>(simd, &mut next);
         }
         for _ in 0..short {

@@ -5,6 +5,7 @@
 use pulp::Simd;
 
 use super::broadcast::broadcast;
+use super::fetch::FetchRows;
 use super::lane::Lane;
 use super::split_tiles;
 use crate::mask::RowBounds;
@@ -27,6 +28,8 @@ pub(crate) struct ValueBlock<A> {
     pub(crate) out_acc: *mut A,
     /// Elements between neighbouring keys of `probs` and dims of `out_acc`.
     pub(crate) panel_rows: usize,
+    /// What is needed next.
+    pub(crate) ahead: FetchRows,
 }
 
 /// All value dims for `ROW_VECTORS` vectors of rows.
@@ -44,7 +47,8 @@ pub(crate) unsafe fn value_block<S: Simd, A: Lane, const TILE: usize, const SHOR
     let mut next = block;
     // SAFETY: the tiles cover the block's dims exactly, so each stays inside what the caller promised.
     unsafe {
-        for _ in 0..full {
+        for tile in 0..full {
+            block.ahead.fetch(tile, full);
             value_tile::<S, A, TILE, ROW_VECTORS>(simd, &mut next);
         }
         for _ in 0..short {
