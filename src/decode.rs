@@ -72,7 +72,7 @@ impl<A: Lane, K: Stored<A>> WithTiles for DecodeBlock<'_, '_, A, K> {
             if has_fma::<S>() {
                 self.run_rows::<S, 4, 8, 1>(simd, row);
             } else {
-                self.run_rows::<S, 1, 2, 1>(simd, row);
+                self.run_rows::<S, 4, 4, 1>(simd, row);
             }
             row += 1;
         }

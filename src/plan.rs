@@ -82,6 +82,9 @@ pub struct AttentionPlan<A = f32> {
     threads: usize,
     scratch: ScratchSizes,
     partials: PartialSizes,
+    /// Of each thread's scratch, and of all partial results.
+    thread_bytes: usize,
+    partial_bytes: usize,
     accumulator: PhantomData<A>,
 }
 
@@ -198,11 +201,13 @@ impl<A: Accumulator> AttentionPlan<A> {
             let threads = threads.min(row_blocks * blocks.chunks).max(1);
             let scratch = ScratchSizes::new(shape, &blocks)?;
             let partials = PartialSizes::new(row_blocks, blocks.chunks, blocks.task_rows, shape.value_dim);
-            let scratch_bytes = scratch.thread_bytes::<A>()?.checked_mul(threads)?;
-            scratch_bytes.checked_add(partials.bytes::<A>()?).filter(|&bytes| bytes <= isize::MAX as usize)?;
-            Some((blocks, threads, scratch, partials))
+            let (thread_bytes, partial_bytes) = (scratch.thread_bytes::<A>()?, partials.bytes::<A>()?);
+            let bytes = thread_bytes.checked_mul(threads)?.checked_add(partial_bytes)?;
+            isize::try_from(bytes).ok()?;
+            Some((blocks, threads, scratch, partials, [thread_bytes, partial_bytes]))
         };
-        let (blocks, threads, scratch, partials) = planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
+        let (blocks, threads, scratch, partials, [thread_bytes, partial_bytes]) =
+            planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
         Ok(Self {
             shape: *shape,
             visible,
@@ -213,6 +218,8 @@ impl<A: Accumulator> AttentionPlan<A> {
             threads,
             scratch,
             partials,
+            thread_bytes,
+            partial_bytes,
             accumulator: PhantomData,
         })
     }
@@ -233,15 +240,7 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// rows): at most 64, or 16. So the workspace grows with neither `q_len` nor `kv_len` beyond those numbers, and without chunks it is below
     /// 2 MiB a thread for `head_dim + value_dim <= 512`. 0 where there is nothing to compute.
     pub fn workspace_len(&self) -> usize {
-        if self.tasks() == 0 { 0 } else { self.thread_bytes() * self.threads + self.partial_bytes() }
-    }
-
-    fn partial_bytes(&self) -> usize {
-        self.partials.bytes::<A>().expect("checked when the plan was made")
-    }
-
-    fn thread_bytes(&self) -> usize {
-        self.scratch.thread_bytes::<A>().expect("checked when the plan was made")
+        if self.tasks() == 0 { 0 } else { self.thread_bytes * self.threads + self.partial_bytes }
     }
 
     /// Tasks of a call; fits, as was checked when the plan was made.
@@ -272,13 +271,13 @@ impl<A: Accumulator> AttentionPlan<A> {
         if self.tasks() == 0 {
             return Ok(());
         }
-        let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes() * self.threads);
+        let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes * self.threads);
         let call = Call::new(self, inputs, outputs, Partials::new(self.partials, partials));
         schedule::for_each_worker(
             self.threads,
             self.tasks(),
             scratch,
-            self.thread_bytes(),
+            self.thread_bytes,
             &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
                 let mut scratch = self.scratch.carve(scratch);
                 tasks.for_each(|task| call.run_task(task, &mut scratch));

@@ -103,6 +103,21 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
     }
     // SAFETY: `p + lanes <= head_dim` in the loops; behind them `head_dim - p` elements are left of every row.
     unsafe {
+        while ROWS == 1 && p + 2 * lanes <= head_dim {
+            ahead.fetch(2 * KEYS * lanes * size_of::<K>());
+            for half in 0..2 {
+                let q = A::load::<S>(q_step.add(half * lanes));
+                for key in 0..KEYS {
+                    let k = K::widen::<S>(simd, groups[key / GROUP].add(key % GROUP * k.stride + half * lanes));
+                    acc[0][key][half] = A::mul_add(simd, q, k, acc[0][key][half]);
+                }
+            }
+            for group in 0..4 {
+                groups[group] = groups[group].wrapping_add(2 * lanes);
+            }
+            q_step = q_step.wrapping_add(2 * lanes);
+            p += 2 * lanes;
+        }
         while p + lanes <= head_dim {
             ahead.fetch(KEYS * lanes * size_of::<K>());
             let mut keys = [zero; KEYS];
@@ -113,12 +128,6 @@ unsafe fn dots<S: Simd, A: Lane, K: Stored<A>, const KEYS: usize, const ROWS: us
                 let q = A::load::<S>(q_step.add(row * lanes));
                 for key in 0..KEYS {
                     acc[row][key][0] = A::mul_add(simd, q, keys[key], acc[row][key][0]);
-                }
-            }
-            if ROWS == 1 {
-                // The sums take turns.
-                for key in 0..KEYS {
-                    acc[0][key].swap(0, 1);
                 }
             }
             for group in 0..4 {
