@@ -59,8 +59,8 @@ pub trait ScoreModifier: Sync {
     fn modify<V: ScoreVector>(&self, score: V, at: &ScoreContext<'_, V>) -> V;
 }
 
-/// Most [parameters](ScoreModifier::PARAMETERS) of a user's modifier.
-pub const MAX_PARAMETERS: usize = 7;
+/// Most [parameters](ScoreModifier::PARAMETERS) of a modifier.
+pub const MAX_PARAMETERS: usize = 8;
 
 /// Where the scores of a vector lie. What is not used costs nothing.
 #[derive(Debug, Clone, Copy)]

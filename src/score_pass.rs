@@ -124,9 +124,6 @@ macro_rules! score_pass {
 score_pass!(CallPass<'_, T, Unmodified>, [T: Element], self => self, <T as Packing<T::Acc>>::modify_tile, <T as Packing<T::Acc>>::modify_row);
 score_pass!(CustomPass<'_, T, M>, [T: Element, M: ScoreModifier], self => &self.0, <T::Acc as TaskKernels>::run, <T::Acc as TaskKernels>::run);
 
-/// Most parameters in all: a user's and ALiBi's.
-const SLOTS: usize = MAX_PARAMETERS + 1;
-
 /// [`ScorePass::modify_tile`] as vector code.
 pub(crate) struct TileOp<'p, 't, T, A, M> {
     modifiers: &'p Modifiers<'p, M>,
@@ -137,26 +134,21 @@ pub(crate) struct TileOp<'p, 't, T, A, M> {
 impl<T: Stored<A>, A: Lane, M: ScoreModifier> WithTiles for TileOp<'_, '_, T, A, M> {
     type Output = bool;
 
+    /// A few keys at a time, function after function: they stay in L1, and the code grows with the functions, not with
+    /// their combinations.
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) -> bool {
-        let Modifiers { softcap, alibi, custom } = *self.modifiers;
-        match (softcap, alibi) {
-            (None, None) => self.run_with::<S, _, ROW_VECTORS>(simd, &custom),
-            (Some(softcap), None) => self.run_with::<S, _, ROW_VECTORS>(simd, &(softcap, custom)),
-            (None, Some(alibi)) => self.run_with::<S, _, ROW_VECTORS>(simd, &(alibi, custom)),
-            (Some(softcap), Some(alibi)) => self.run_with::<S, _, ROW_VECTORS>(simd, &((softcap, alibi), custom)),
-        }
-    }
-}
-
-impl<T: Stored<A>, A: Lane, M> TileOp<'_, '_, T, A, M> {
-    #[inline(always)]
-    fn run_with<S: Simd, N: ScoreModifier, const ROW_VECTORS: usize>(self, simd: S, modifier: &N) -> bool {
-        const { assert!(N::PARAMETERS <= SLOTS, "a score modifier has too many parameters") };
+        let Modifiers { softcap, alibi, custom } = self.modifiers;
         let ScoreTile { task, first_row, first_key, keys, scores, max } = self.tile;
         let panel_rows = task.panel_rows;
         assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
-        let rows = PanelContext::<S, A, ROW_VECTORS>::new(simd, task, first_row, first_key, modifier);
+        let rows = PanelContext::<S, A, ROW_VECTORS>::new(simd, task, first_row, first_key);
+        let no_parameters = rows.parameters(simd, &Unmodified);
+        let slopes = match alibi {
+            Some(alibi) => rows.parameters(simd, alibi),
+            None => no_parameters,
+        };
+        let parameters = rows.parameters(simd, *custom);
         let has_operands = !self.operands.is_empty();
         let operands = OperandRows::<T, MAX_PANEL_ROWS>::new(self.operands, task, (first_row, panel_rows), first_key);
         let mut bias = [A::ZERO; SIDE * MAX_PANEL_ROWS];
@@ -169,29 +161,36 @@ impl<T: Stored<A>, A: Lane, M> TileOp<'_, '_, T, A, M> {
         let mut first = 0;
         while first < keys {
             let count = SIDE.min(keys - first);
-            let has_bias = has_operands && operands.tile::<S, A>(simd, (first, count), &mut bias);
-            for key in 0..count {
-                let in_block = A::splat(simd, A::from_index(first + key));
-                let in_tensor = A::splat(simd, A::from_index(first_key + first + key));
-                for vector in 0..ROW_VECTORS {
-                    let at = rows.at(simd, vector, [in_block, in_tensor], N::PARAMETERS);
-                    let score = &mut scores[first + key][vector];
-                    let mut modified = modifier.modify(Lanes::<S, A>::new(simd, *score), &at).vector;
-                    if has_bias {
+            let scores = &mut scores[first..][..count];
+            if let Some(softcap) = softcap {
+                rows.apply(simd, softcap, &no_parameters, (first, &mut *scores));
+            }
+            if let Some(alibi) = alibi {
+                rows.apply(simd, alibi, &slopes, (first, &mut *scores));
+            }
+            rows.apply(simd, *custom, &parameters, (first, &mut *scores));
+            if has_operands && operands.tile::<S, A>(simd, (first, count), &mut bias) {
+                for key in 0..count {
+                    for vector in 0..ROW_VECTORS {
                         let bias = A::load_slice::<S>(&bias[key * panel_rows + vector * A::lanes::<S>()..]);
                         let is_hidden = A::less_than(simd, bias, lowest);
-                        modified = A::select(simd, is_hidden, negative_infinity, A::add(simd, modified, bias));
+                        let sum = A::add(simd, scores[key][vector], bias);
+                        scores[key][vector] = A::select(simd, is_hidden, negative_infinity, sum);
                         has_hidden[vector] = A::select(simd, is_hidden, one, has_hidden[vector]);
                     }
-                    *score = modified;
-                    largest[vector] = A::max(simd, modified, largest[vector]);
+                }
+            }
+            for key in 0..count {
+                for vector in 0..ROW_VECTORS {
+                    largest[vector] = A::max(simd, scores[key][vector], largest[vector]);
                 }
             }
             first += count;
         }
         if let Some(max) = max {
-            for (max, largest) in as_rows::<S, A, ROW_VECTORS>(max)[0].iter_mut().zip(largest) {
-                *max = A::max(simd, largest, *max);
+            let max = &mut as_rows::<S, A, ROW_VECTORS>(max)[0];
+            for vector in 0..ROW_VECTORS {
+                max[vector] = A::max(simd, largest[vector], max[vector]);
             }
         }
         let mut any = zero;
@@ -203,58 +202,80 @@ impl<T: Stored<A>, A: Lane, M> TileOp<'_, '_, T, A, M> {
 }
 
 /// What a modifier may ask of the rows of a panel.
-struct PanelContext<S: Simd, A: Lane, const ROW_VECTORS: usize> {
+struct PanelContext<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> {
+    task: &'t RowBlock,
+    first_row: usize,
+    first_key: usize,
     queries: [A::Vector<S>; ROW_VECTORS],
     /// From each row's position to the first key of the block.
     distances: [A::Vector<S>; ROW_VECTORS],
-    parameters: [[Lanes<S, A>; SLOTS]; ROW_VECTORS],
 }
 
-impl<S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<S, A, ROW_VECTORS> {
+impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_VECTORS> {
     #[inline(always)]
-    fn new<N: ScoreModifier>(simd: S, task: &RowBlock, first_row: usize, first_key: usize, modifier: &N) -> Self {
-        let lanes = A::lanes::<S>();
-        let mut numbers = [[A::ZERO; MAX_PANEL_ROWS]; 2];
-        let mut parameters = [[A::ZERO; MAX_PANEL_ROWS]; SLOTS];
-        for lane in 0..task.panel_rows {
-            let row = (first_row + lane).min(task.rows - 1); // lanes past the last row: nobody reads their results
-            let [batch, head, query] = task.index(row);
-            numbers[0][lane] = A::from_index(query);
-            numbers[1][lane] = from_difference(task.position(row), first_key);
-            for slot in 0..N::PARAMETERS {
-                parameters[slot][lane] = A::from_f64(modifier.parameter(slot, batch, head));
-            }
-        }
+    fn new(simd: S, task: &'t RowBlock, first_row: usize, first_key: usize) -> Self {
         let zero = A::splat(simd, A::ZERO);
-        let mut context = Self {
-            queries: [zero; ROW_VECTORS],
-            distances: [zero; ROW_VECTORS],
-            parameters: [[Lanes::new(simd, zero); SLOTS]; ROW_VECTORS],
-        };
+        let (queries, distances) = ([zero; ROW_VECTORS], [zero; ROW_VECTORS]);
+        let mut context = Self { task, first_row, first_key, queries, distances };
+        let mut numbers = [[A::ZERO; MAX_PANEL_ROWS]; 2];
+        for lane in 0..task.panel_rows {
+            let row = context.row(lane);
+            numbers[0][lane] = A::from_index(task.index(row)[2]);
+            numbers[1][lane] = from_difference(task.position(row), first_key);
+        }
         for vector in 0..ROW_VECTORS {
-            context.queries[vector] = A::load_slice::<S>(&numbers[0][vector * lanes..]);
-            context.distances[vector] = A::load_slice::<S>(&numbers[1][vector * lanes..]);
-            for slot in 0..N::PARAMETERS {
-                let values = A::load_slice::<S>(&parameters[slot][vector * lanes..]);
-                context.parameters[vector][slot] = Lanes::new(simd, values);
-            }
+            context.queries[vector] = A::load_slice::<S>(&numbers[0][vector * A::lanes::<S>()..]);
+            context.distances[vector] = A::load_slice::<S>(&numbers[1][vector * A::lanes::<S>()..]);
         }
         context
     }
 
+    /// The row of the task in a lane. Lanes past the last row have that one; nobody reads their results.
     #[inline(always)]
-    fn at(
+    fn row(&self, lane: usize) -> usize {
+        (self.first_row + lane).min(self.task.rows - 1)
+    }
+
+    #[inline(always)]
+    fn parameters<N: ScoreModifier>(&self, simd: S, modifier: &N) -> [[Lanes<S, A>; MAX_PARAMETERS]; ROW_VECTORS] {
+        const { assert!(N::PARAMETERS <= MAX_PARAMETERS, "a score modifier has too many parameters") };
+        let mut vectors = [[Lanes::new(simd, A::splat(simd, A::ZERO)); MAX_PARAMETERS]; ROW_VECTORS];
+        for slot in 0..N::PARAMETERS {
+            let mut values = [A::ZERO; MAX_PANEL_ROWS];
+            for lane in 0..self.task.panel_rows {
+                let [batch, head, _] = self.task.index(self.row(lane));
+                values[lane] = A::from_f64(modifier.parameter(slot, batch, head));
+            }
+            for vector in 0..ROW_VECTORS {
+                let values = A::load_slice::<S>(&values[vector * A::lanes::<S>()..]);
+                vectors[vector][slot] = Lanes::new(simd, values);
+            }
+        }
+        vectors
+    }
+
+    /// `scores[0]` belong to key `first` of the block.
+    #[inline(always)]
+    fn apply<N: ScoreModifier>(
         &self,
         simd: S,
-        vector: usize,
-        [in_block, in_tensor]: [A::Vector<S>; 2],
-        parameters: usize,
-    ) -> ScoreContext<'_, Lanes<S, A>> {
-        ScoreContext {
-            query: Lanes::new(simd, self.queries[vector]),
-            key: Lanes::new(simd, in_tensor),
-            distance: Lanes::new(simd, A::sub(simd, self.distances[vector], in_block)),
-            parameters: &self.parameters[vector][..parameters],
+        modifier: &N,
+        parameters: &[[Lanes<S, A>; MAX_PARAMETERS]; ROW_VECTORS],
+        (first, scores): (usize, &mut [[A::Vector<S>; ROW_VECTORS]]),
+    ) {
+        for key in 0..scores.len() {
+            let in_block = A::splat(simd, A::from_index(first + key));
+            let in_tensor = A::splat(simd, A::from_index(self.first_key + first + key));
+            for vector in 0..ROW_VECTORS {
+                let at = ScoreContext {
+                    query: Lanes::new(simd, self.queries[vector]),
+                    key: Lanes::new(simd, in_tensor),
+                    distance: Lanes::new(simd, A::sub(simd, self.distances[vector], in_block)),
+                    parameters: &parameters[vector][..N::PARAMETERS],
+                };
+                let score = Lanes::<S, A>::new(simd, scores[key][vector]);
+                scores[key][vector] = modifier.modify(score, &at).vector;
+            }
         }
     }
 }
@@ -279,64 +300,82 @@ impl<T: Stored<A>, A: Lane, M: ScoreModifier> WithTiles for RowOp<'_, '_, T, A, 
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) -> bool {
-        let Modifiers { softcap, alibi, custom } = *self.modifiers;
-        match (softcap, alibi) {
-            (None, None) => self.run_with(simd, &custom),
-            (Some(softcap), None) => self.run_with(simd, &(softcap, custom)),
-            (None, Some(alibi)) => self.run_with(simd, &(alibi, custom)),
-            (Some(softcap), Some(alibi)) => self.run_with(simd, &((softcap, alibi), custom)),
-        }
-    }
-}
-
-impl<T: Stored<A>, A: Lane, M> RowOp<'_, '_, T, A, M> {
-    #[inline(always)]
-    fn run_with<S: Simd, N: ScoreModifier>(self, simd: S, modifier: &N) -> bool {
-        const { assert!(N::PARAMETERS <= SLOTS, "a score modifier has too many parameters") };
+        let Modifiers { softcap, alibi, custom } = self.modifiers;
         let ScoreRow { task, row, first_key, keys, scores, scale } = self.row;
         let lanes = A::lanes::<S>();
-        let [batch, head, query] = task.index(row);
-        let mut parameters = [Lanes::<S, A>::new(simd, A::splat(simd, A::ZERO)); SLOTS];
-        for slot in 0..N::PARAMETERS {
-            let value = A::from_f64(modifier.parameter(slot, batch, head));
-            parameters[slot] = Lanes::new(simd, A::splat(simd, value));
-        }
-        let mut lane_numbers = [A::ZERO; MAX_LANES];
-        for lane in 0..lanes {
-            lane_numbers[lane] = A::from_index(lane);
-        }
-        let lane_numbers = A::load_slice::<S>(&lane_numbers);
-        let query = Lanes::new(simd, A::splat(simd, A::from_index(query)));
-        let distance = A::splat(simd, from_difference(task.position(row), first_key));
-        let has_operands = !self.operands.is_empty();
-        let operands = OperandRows::<T, 1>::new(self.operands, task, (row, 1), first_key);
-
         let scale = A::splat(simd, scale);
+        let mut first = 0;
+        while first < keys {
+            let scores = &mut scores[first..][..lanes];
+            A::store_slice::<S>(scores, A::mul(simd, A::load_slice::<S>(scores), scale));
+            first += lanes;
+        }
+        if let Some(softcap) = softcap {
+            apply_to_row(simd, softcap, (task, row), (first_key, keys), &mut *scores);
+        }
+        if let Some(alibi) = alibi {
+            apply_to_row(simd, alibi, (task, row), (first_key, keys), &mut *scores);
+        }
+        apply_to_row(simd, *custom, (task, row), (first_key, keys), &mut *scores);
+        if self.operands.is_empty() {
+            return false;
+        }
+
+        let operands = OperandRows::<T, 1>::new(self.operands, task, (row, 1), first_key);
         let [zero, one] = [0, 1].map(|x| A::splat(simd, A::from_index(x)));
         let (negative_infinity, lowest) = (A::splat(simd, A::NEG_INFINITY), A::splat(simd, A::LOWEST));
         let mut has_hidden = zero; // 1 in lanes that have
         let mut first = 0;
         while first < keys {
             let scores = &mut scores[first..][..lanes];
-            let in_block = A::add(simd, lane_numbers, A::splat(simd, A::from_index(first)));
-            let in_tensor = A::add(simd, lane_numbers, A::splat(simd, A::from_index(first_key + first)));
-            let at = ScoreContext {
-                query,
-                key: Lanes::new(simd, in_tensor),
-                distance: Lanes::new(simd, A::sub(simd, distance, in_block)),
-                parameters: &parameters[..N::PARAMETERS],
-            };
-            let scaled = Lanes::<S, A>::new(simd, A::mul(simd, A::load_slice::<S>(scores), scale));
-            let mut modified = modifier.modify(scaled, &at).vector;
-            if has_operands {
-                let bias = operands.vector::<S, A>(simd, first, keys - first);
-                let is_hidden = A::less_than(simd, bias, lowest);
-                modified = A::select(simd, is_hidden, negative_infinity, A::add(simd, modified, bias));
-                has_hidden = A::select(simd, is_hidden, one, has_hidden);
-            }
-            A::store_slice::<S>(scores, modified);
+            let bias = operands.vector::<S, A>(simd, first, keys - first);
+            let is_hidden = A::less_than(simd, bias, lowest);
+            let sum = A::add(simd, A::load_slice::<S>(scores), bias);
+            A::store_slice::<S>(scores, A::select(simd, is_hidden, negative_infinity, sum));
+            has_hidden = A::select(simd, is_hidden, one, has_hidden);
             first += lanes;
         }
         !A::reduce_max(simd, has_hidden).is_zero()
+    }
+}
+
+/// A modifier on the scores of one row. `scores` are whole vectors, of keys from `first_key` on.
+#[inline(always)]
+fn apply_to_row<S: Simd, A: Lane, N: ScoreModifier>(
+    simd: S,
+    modifier: &N,
+    (task, row): (&RowBlock, usize),
+    (first_key, keys): (usize, usize),
+    scores: &mut [A],
+) {
+    const { assert!(N::PARAMETERS <= MAX_PARAMETERS, "a score modifier has too many parameters") };
+    let lanes = A::lanes::<S>();
+    let [batch, head, query] = task.index(row);
+    let mut parameters = [Lanes::<S, A>::new(simd, A::splat(simd, A::ZERO)); MAX_PARAMETERS];
+    for slot in 0..N::PARAMETERS {
+        let value = A::from_f64(modifier.parameter(slot, batch, head));
+        parameters[slot] = Lanes::new(simd, A::splat(simd, value));
+    }
+    let mut lane_numbers = [A::ZERO; MAX_LANES];
+    for lane in 0..lanes {
+        lane_numbers[lane] = A::from_index(lane);
+    }
+    let lane_numbers = A::load_slice::<S>(&lane_numbers);
+    let query = Lanes::new(simd, A::splat(simd, A::from_index(query)));
+    let distance = A::splat(simd, from_difference(task.position(row), first_key));
+    let mut first = 0;
+    while first < keys {
+        let scores = &mut scores[first..][..lanes];
+        let in_block = A::add(simd, lane_numbers, A::splat(simd, A::from_index(first)));
+        let in_tensor = A::add(simd, lane_numbers, A::splat(simd, A::from_index(first_key + first)));
+        let at = ScoreContext {
+            query,
+            key: Lanes::new(simd, in_tensor),
+            distance: Lanes::new(simd, A::sub(simd, distance, in_block)),
+            parameters: &parameters[..N::PARAMETERS],
+        };
+        let score = Lanes::<S, A>::new(simd, A::load_slice::<S>(scores));
+        A::store_slice::<S>(scores, modifier.modify(score, &at).vector);
+        first += lanes;
     }
 }
