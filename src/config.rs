@@ -15,8 +15,15 @@ use crate::InstructionSet;
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct AttentionConfig {
-    /// Which keys a query sees.
+    /// Which keys a query sees, before [`window`](Self::window) and [`prefix_len`](Self::prefix_len).
     pub mask: Mask,
+    /// How far from its own position a query sees. Default: any distance. See [`with_window`](Self::with_window).
+    pub window: Window,
+    /// This many first keys are visible to every query, whatever mask and window hide. Default: 0. See
+    /// [`with_prefix_len`](Self::with_prefix_len).
+    pub prefix_len: usize,
+    /// Bounds the scores to `-softcap..softcap`. Default: `None`. See [`with_softcap`](Self::with_softcap).
+    pub softcap: Option<f64>,
     /// Factor on Q K^T. `None` (default) is `1 / sqrt(head_dim)`. Any value that is finite in the accumulator's type
     /// (f32, or f64 for tensors of f64) is legal, 0 and negative ones included.
     pub softmax_scale: Option<f64>,
@@ -40,7 +47,18 @@ pub enum Mask {
     Causal(CausalAlignment),
 }
 
-/// Where the causal diagonal lies when `q_len != kv_len`. With equal lengths both are the same.
+/// How far from its own position a query sees: keys `position - left ..= position + right`, where the position of query `i` is
+/// `i + kv_len - q_len`, or what the [`CausalAlignment`] says. `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Window {
+    /// Keys before the query's own position.
+    pub left: Option<usize>,
+    /// Keys after it. A causal mask allows none.
+    pub right: Option<usize>,
+}
+
+/// Where the causal diagonal lies when `q_len != kv_len`. With equal lengths the first two are the same.
 ///
 /// ```text
 /// q_len 2, kv_len 5        BottomRight     TopLeft       (x: visible)
@@ -64,6 +82,17 @@ pub enum CausalAlignment {
     BottomRight,
     /// The first query sees the first key only: query `i` sees keys `j <= i`. What PyTorch's `is_causal` does.
     TopLeft,
+    /// The first query stands at this key: query `i` sees keys `j <= i + offset`. For a chunk of a prompt against a cache that
+    /// already holds later keys. Signed, because the keys may themselves be a later part of a sequence (ring attention): of
+    /// keys that begin at position `s`, queries that begin at `t` see those of offset `t - s`, none where all come after them.
+    ///
+    /// ```text
+    /// q_len 3, kv_len 6        Offset(2)        Offset(-1)
+    ///                          x x x . . .      . . . . . .
+    ///                          x x x x . .      x . . . . .
+    ///                          x x x x x .      x x . . . .
+    /// ```
+    Offset(isize),
 }
 
 /// On which side of a sequence that is shorter than its tensor the padding lies.
@@ -117,11 +146,100 @@ impl AttentionConfig {
     pub fn full() -> Self {
         Self {
             mask: Mask::Full,
+            window: Window::default(),
+            prefix_len: 0,
+            softcap: None,
             softmax_scale: None,
             kv_padding: KvPadding::default(),
             parallelism: Parallelism::default(),
             instruction_set: None,
         }
+    }
+
+    /// Causal, and each query sees the last `keys` keys alone, its own included: the sliding window of Mistral, Gemma and gpt-oss. 0
+    /// is taken as 1.
+    ///
+    /// ```text
+    /// sliding_window(3), q_len 5, kv_len 5      (x: visible)
+    /// x . . . .
+    /// x x . . .
+    /// x x x . .
+    /// . x x x .
+    /// . . x x x
+    /// ```
+    ///
+    /// ```
+    /// use fused_attention::{AttentionConfig, AttentionInputs, TensorView, attention};
+    /// let (q, v) = ([0.0f32; 5], [10.0f32, 20.0, 30.0, 40.0, 50.0]); // equal scores: each row is the mean of what it sees
+    /// let (q, v) = (TensorView::from_bhsd(&q, [1, 1, 5, 1])?, TensorView::from_bhsd(&v, [1, 1, 5, 1])?);
+    /// let out = attention(&AttentionInputs::new(q, q, v), &AttentionConfig::sliding_window(3))?;
+    /// assert!([10.0, 15.0, 20.0, 30.0, 40.0].iter().zip(out).all(|(mean, out)| (mean - out).abs() < 1e-5));
+    /// # Ok::<(), fused_attention::AttentionError>(())
+    /// ```
+    pub fn sliding_window(keys: usize) -> Self {
+        Self::causal().with_window(Some(keys.saturating_sub(1)), None)
+    }
+
+    /// Limits how far from its own position a query sees, as FlashAttention's `window_size` does (`None` is its -1): keys
+    /// `position - left ..= position + right`. A causal mask sees nothing behind the position, whatever `right` says. The
+    /// position of query `i` is `i + kv_len - q_len`, or what the [`CausalAlignment`] of a causal mask says. Keys outside the window cost nothing.
+    ///
+    /// ```text
+    /// full, window(Some(1), Some(2)), q_len 4, kv_len 4      full, window(Some(1), Some(0)), q_len 2, kv_len 5
+    /// x x x .                                                . . x x .
+    /// x x x x                                                . . . x x
+    /// . x x x
+    /// . . x x
+    /// ```
+    ///
+    /// ```
+    /// use fused_attention::{AttentionConfig, AttentionInputs, TensorView, attention};
+    /// let (q, v) = ([0.0f32; 4], [12.0f32, 24.0, 36.0, 48.0]);
+    /// let (q, v) = (TensorView::from_bhsd(&q, [1, 1, 4, 1])?, TensorView::from_bhsd(&v, [1, 1, 4, 1])?);
+    /// let out = attention(&AttentionInputs::new(q, q, v), &AttentionConfig::full().with_window(Some(1), Some(2)))?;
+    /// assert!([24.0, 30.0, 36.0, 42.0].iter().zip(out).all(|(mean, out)| (mean - out).abs() < 1e-5));
+    /// # Ok::<(), fused_attention::AttentionError>(())
+    /// ```
+    pub fn with_window(mut self, left: Option<usize>, right: Option<usize>) -> Self {
+        self.window = Window { left, right };
+        self
+    }
+
+    /// Makes the first `prefix_len` keys visible to every query besides what mask and window show: a prefix-LM, whose prompt sees
+    /// itself in both directions; with a window, keys that stay in sight (attention sinks in StreamingLLM's sense). Keys behind a
+    /// sequence's [length](crate::AttentionInputs::with_kv_lens) stay hidden.
+    ///
+    /// ```text
+    /// causal, prefix 2       sliding_window(2), prefix 1       q_len 5, kv_len 5
+    /// x x . . .              x . . . .
+    /// x x . . .              x x . . .
+    /// x x x . .              x x x . .
+    /// x x x x .              x . x x .
+    /// x x x x x              x . . x x
+    /// ```
+    ///
+    /// ```
+    /// use fused_attention::{AttentionConfig, AttentionInputs, TensorView, attention};
+    /// let (q, v) = ([0.0f32; 5], [12.0f32, 24.0, 36.0, 48.0, 60.0]);
+    /// let (q, v) = (TensorView::from_bhsd(&q, [1, 1, 5, 1])?, TensorView::from_bhsd(&v, [1, 1, 5, 1])?);
+    /// let inputs = AttentionInputs::new(q, q, v);
+    /// let is = |out: Vec<f32>, means: [f32; 5]| means.iter().zip(out).all(|(mean, out)| (mean - out).abs() < 1e-5);
+    /// let prefix_lm = attention(&inputs, &AttentionConfig::causal().with_prefix_len(2))?;
+    /// assert!(is(prefix_lm, [18.0, 18.0, 24.0, 30.0, 36.0]));
+    /// let streaming = attention(&inputs, &AttentionConfig::sliding_window(2).with_prefix_len(1))?;
+    /// assert!(is(streaming, [12.0, 18.0, 24.0, 32.0, 40.0]));
+    /// # Ok::<(), fused_attention::AttentionError>(())
+    /// ```
+    pub fn with_prefix_len(mut self, prefix_len: usize) -> Self {
+        self.prefix_len = prefix_len;
+        self
+    }
+
+    /// Replaces every score `s` by `softcap * tanh(s / softcap)` (Gemma 2), after the scale and before ALiBi, bias and mask. Must
+    /// be above 0 and finite, and `2 / softcap` too.
+    pub fn with_softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
     }
 
     /// Sets the factor on Q K^T.

@@ -16,7 +16,9 @@ use crate::kernels::row::{ValueRows, pack_rows, packed_len, score_rows, value_ro
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
 use crate::online_softmax::{softmax_row, softmax_rows};
+use crate::packing;
 use crate::row_block::RowBlock;
+use crate::score_pass::{ScorePass, ScoreRow};
 use crate::workspace::Scratch;
 
 /// All rows of a task against one block of keys.
@@ -37,6 +39,8 @@ pub(crate) struct DecodeBlock<'t, 's, A, K> {
     pub(crate) scale: A,
     /// The first block of the task: accumulators are written, not read.
     pub(crate) is_first: bool,
+    /// What happens to scores, if anything. It scales them, too.
+    pub(crate) pass: Option<&'t dyn ScorePass<A>>,
     pub(crate) scratch: &'t mut Scratch<'s, A>,
 }
 
@@ -134,7 +138,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         }
         let mut rescale = [A::ZERO; ROWS];
         let mut keys_done = false;
-        if ROWS > 1 && any == all && any.len().is_multiple_of(A::lanes::<S>()) {
+        if ROWS > 1 && self.pass.is_none() && any == all && any.len().is_multiple_of(A::lanes::<S>()) {
             rescale = softmax_rows::<S, A, ROWS>(
                 simd,
                 (&mut self.scratch.scores[first * stride + any.start..], stride, any.len()),
@@ -144,6 +148,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
             );
             keys_done = true;
         }
+        let mut hides_keys = false;
         for (row, keys) in keys.iter().enumerate() {
             if keys_done {
                 break;
@@ -155,14 +160,27 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
             let lanes = A::lanes::<S>();
             let scores = &mut self.scratch.scores[(first + row) * stride..][..stride];
             let scores = &mut scores[keys.start..][..keys.len().next_multiple_of(lanes)];
+            let (mut scale, mut is_first) = (self.scale, self.is_first);
+            if let Some(pass) = self.pass {
+                let (row, first_key) = (first + row, self.first_key + keys.start);
+                let (task, keys) = (self.task, keys.len());
+                hides_keys |= pass.modify_row(ScoreRow { task, row, first_key, keys, scores: &mut *scores, scale });
+                // The short way of a row's only keys takes them all as visible.
+                (scale, is_first) = (A::from_index(1), false);
+            }
             rescale[row] = softmax_row(
                 simd,
                 (scores, keys.len()),
-                self.scale,
-                self.is_first,
+                scale,
+                is_first,
                 &mut self.scratch.running_max[first + row],
                 &mut self.scratch.running_sum[first + row],
             );
+        }
+        let v = self.v.from(any.start);
+        // SAFETY: `v` is valid for the rows of the block, inside which `any` lies.
+        if hides_keys && unsafe { !packing::all_finite(simd, v.start, v.stride, [any.len(), self.value_dim]) } {
+            return self.values_by_key::<S, ROWS>(simd, first, keys, rescale, &mut ahead[1]);
         }
         // Keys that every row sees are multiplied together; before and after them each row is by itself.
         let (left, right) = if all.is_empty() { (any.end, any.end) } else { (all.start, all.end) };
@@ -189,6 +207,30 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                     let rescale_row = (!is_new[row]).then_some([rescale[row]]);
                     self.values::<S, 4, 1>(simd, first + row, edge, rescale_row, &mut ahead[1]);
                     (is_new[row], rescale[row]) = (false, A::from_index(1));
+                }
+            }
+        }
+    }
+
+    /// P V where keys are hidden inside a row's range and not all values are finite, so that a weight of 0 does not hide them. Rare.
+    #[inline(always)]
+    fn values_by_key<S: Simd, const ROWS: usize>(
+        &mut self,
+        simd: S,
+        first: usize,
+        keys: [Range<usize>; ROWS],
+        rescale: [A; ROWS],
+        ahead: &mut Fetch,
+    ) {
+        for (row, keys) in keys.into_iter().enumerate().filter(|(_, keys)| !keys.is_empty()) {
+            let index = self.task.index(first + row);
+            let acc = &mut self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim];
+            for acc in acc {
+                *acc = if self.is_first { A::ZERO } else { acc.mul_scalar(rescale[row]) };
+            }
+            for key in keys {
+                if !self.pass.is_some_and(|pass| pass.hides(index, self.first_key + key)) {
+                    self.values::<S, 4, 1>(simd, first + row, key..key + 1, Some([A::from_index(1)]), ahead);
                 }
             }
         }

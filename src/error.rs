@@ -137,6 +137,32 @@ pub enum AttentionError {
         /// The value given.
         value: f64,
     },
+    /// `softcap` is NaN, infinite, not above 0, or so small or large that the accumulator cannot hold it or `2 / softcap`.
+    #[error("softcap is {value}, it must be above 0, and it and 2 / softcap finite in the accumulator's type")]
+    InvalidSoftcap {
+        /// The value given.
+        value: f64,
+    },
+    /// A mask or bias has an axis that is neither that of the scores nor 1.
+    #[error("{operand} has shape {found:?}, the scores have {expected:?} (axes of size 1 are broadcast)")]
+    ScoreShapeMismatch {
+        /// `"mask"` or `"bias"`.
+        operand: &'static str,
+        /// `[batch, num_heads, q_len, kv_len]`.
+        expected: [usize; 4],
+        /// Shape of the operand.
+        found: [usize; 4],
+    },
+    /// There is not one number for each head.
+    #[error("{operand} holds {found} numbers, there are {expected} query heads")]
+    HeadNumbersMismatch {
+        /// `"alibi_slopes"` or `"sinks"`.
+        operand: &'static str,
+        /// Heads of `q`.
+        expected: usize,
+        /// Numbers given.
+        found: usize,
+    },
     /// The workspace or the number of tasks of this shape does not fit in `isize`.
     #[error("a call of {shape:?} exceeds the address space")]
     PlanOverflow {

@@ -31,6 +31,7 @@ pub(crate) mod reduce;
 pub(crate) mod row;
 pub(crate) mod score_tile;
 pub(crate) mod stored;
+pub(crate) mod tanh;
 pub(crate) mod transpose;
 pub(crate) mod value_tile;
 

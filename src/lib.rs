@@ -55,7 +55,7 @@
 //!
 //! # Module map
 //! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
-//! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `online_softmax` -> `kernels`
+//! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
 //! (micro-tiles). [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
 //! as views, so no kernel knows of it.
 
@@ -74,19 +74,24 @@ mod kv_cache;
 mod mask;
 mod merge;
 mod online_softmax;
+mod operands;
 mod packing;
 mod plan;
 mod prefill;
 pub mod reference;
 mod row_block;
 mod schedule;
+mod score_modifier;
+mod score_pass;
 mod shape;
 mod task;
 mod tensor;
 mod workspace;
 
-pub use attention::{AttentionInputs, AttentionOutputs, attention, attention_into};
-pub use config::{AttentionConfig, CausalAlignment, KvPadding, Mask, Parallelism};
+pub use attention::{
+    AttentionInputs, AttentionOutputs, attention, attention_into, attention_into_with_modifier, attention_with_modifier,
+};
+pub use config::{AttentionConfig, CausalAlignment, KvPadding, Mask, Parallelism, Window};
 pub use element::{Accumulator, Element};
 pub use error::AttentionError;
 pub use half::{bf16, f16};
@@ -98,6 +103,7 @@ pub use instruction_set::executed_instruction_set;
 pub use kernels::panel;
 pub use kv_cache::{Capacity, KvCache, KvCacheShape};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
+pub use score_modifier::{MAX_PARAMETERS, ScoreContext, ScoreModifier, ScoreVector, alibi_slopes};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
 pub use workspace::Workspace;

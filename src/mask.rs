@@ -15,24 +15,51 @@ use std::ops::Range;
 use pulp::Simd;
 
 use crate::kernels::lane::Lane;
-use crate::{AttentionShape, CausalAlignment, KvPadding, Mask};
+use crate::{AttentionConfig, AttentionShape, CausalAlignment, KvPadding, Mask, Window};
 
-/// The keys that each query of one sequence sees: always one range, neither of whose ends ever falls from a query to the
-/// next.
+/// The keys that each query of one sequence sees.
+///
+/// Mask, window and prefix together show a query at position `x` the keys `0..prefix` and `x - left ..= x + right`. Without a limit to
+/// the left that is one range. With one it may be two, which are then two *parts*, one after the other: so whoever looks at one part
+/// meets one range a query, neither of whose ends ever falls from a query to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct VisibleKeys {
     mask: Mask,
+    window: Window,
     q_len: usize,
     /// Where the sequence begins.
     first_key: usize,
     /// Keys of the sequence.
     kv_len: usize,
+    /// Keys visible to all as the config has it, perhaps more than there are.
+    prefix_len: usize,
+    /// What a query's number is less than its position in the sequence.
+    offset: isize,
+    part: Part,
+    /// Of the part: query `i` sees the keys from `i + from` to `i + to`, both brought into `at_least..=kv_len`.
+    from: isize,
+    to: isize,
+    at_least: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// All in one range.
+    Whole,
+    /// The keys of the prefix.
+    Prefix,
+    /// The keys behind the prefix.
+    Window,
 }
 
 impl VisibleKeys {
     /// For a sequence that fills the tensor.
-    pub(crate) fn new(mask: Mask, shape: &AttentionShape) -> Self {
-        Self { mask, q_len: shape.q_len, first_key: 0, kv_len: shape.kv_len }
+    pub(crate) fn new(config: &AttentionConfig, shape: &AttentionShape) -> Self {
+        let AttentionConfig { mask, window, prefix_len, .. } = *config;
+        let part = if window.left.is_some() && prefix_len > 0 { Part::Prefix } else { Part::Whole };
+        let AttentionShape { q_len, kv_len, .. } = *shape;
+        let (offset, from, to, at_least) = (0, 0, 0, 0);
+        Self { mask, window, q_len, first_key: 0, kv_len, prefix_len, offset, part, from, to, at_least }.with_bounds()
     }
 
     /// For a sequence of `kv_len` keys in the same tensor, padded on one side.
@@ -41,38 +68,85 @@ impl VisibleKeys {
             KvPadding::Right => 0,
             KvPadding::Left => self.kv_len - kv_len,
         };
-        Self { first_key, kv_len, ..self }
+        Self { first_key, kv_len, ..self }.with_bounds()
     }
 
-    /// The keys that `query < q_len` sees, counted from the start of the tensor.
+    /// The other part, if there is one. (This is the first.)
+    pub(crate) fn second_part(self) -> Option<Self> {
+        (self.part == Part::Prefix).then(|| Self { part: Part::Window, ..self }.with_bounds())
+    }
+
+    /// Computes what [`range`](Self::range) needs from the other fields.
+    fn with_bounds(mut self) -> Self {
+        let prefix = self.prefix_len.min(self.kv_len);
+        let signed = |len: usize| isize::try_from(len).unwrap_or(isize::MAX);
+        self.offset = match self.mask {
+            Mask::Full | Mask::Causal(CausalAlignment::BottomRight) => {
+                signed(self.kv_len).saturating_sub(signed(self.q_len))
+            }
+            Mask::Causal(CausalAlignment::TopLeft) => 0,
+            Mask::Causal(CausalAlignment::Offset(offset)) => offset,
+        };
+        let right = match self.mask {
+            Mask::Full => self.window.right,
+            Mask::Causal(_) => Some(0),
+        };
+        // What no `isize` holds reaches past every key.
+        let [left, right] = [self.window.left, right].map(|limit| limit.and_then(|limit| isize::try_from(limit).ok()));
+        let from = left.map_or(isize::MIN, |left| self.offset.saturating_sub(left));
+        let to = right.map_or(isize::MAX, |right| self.offset.saturating_add(right).saturating_add(1));
+        (self.from, self.to, self.at_least) = match self.part {
+            Part::Whole | Part::Window => (from, to, prefix),
+            Part::Prefix => (isize::MIN, isize::MIN, prefix),
+        };
+        self
+    }
+
+    /// The keys that `query < q_len` sees, counted from the start of the tensor: those of this part.
     #[inline(always)]
     pub(crate) fn range(&self, query: usize) -> Range<usize> {
-        let Self { q_len, kv_len, .. } = *self;
-        let end = match self.mask {
-            Mask::Full => kv_len,
-            Mask::Causal(CausalAlignment::TopLeft) => kv_len.min(query + 1),
-            // query + 1 <= q_len, so neither branch overflows
-            Mask::Causal(CausalAlignment::BottomRight) if kv_len >= q_len => query + 1 + (kv_len - q_len),
-            Mask::Causal(CausalAlignment::BottomRight) => (query + 1).saturating_sub(q_len - kv_len),
+        // A sequence of more than isize::MAX keys or queries has no elements; nobody asks for its ranges.
+        let bound = |bound: isize, at_least: usize| {
+            let key = (query as isize).saturating_add(bound).max(at_least as isize) as usize;
+            self.first_key + key.min(self.kv_len)
         };
-        self.first_key..self.first_key + end
+        let start_at_least = if self.part == Part::Window { self.at_least } else { 0 };
+        bound(self.from, start_at_least)..bound(self.to, self.at_least)
+    }
+
+    /// Whether `query` sees any key, in this part or the other.
+    #[inline(always)]
+    pub(crate) fn sees_keys(&self, query: usize) -> bool {
+        // A prefix of any keys at all is visible; without one the second part is the whole.
+        !self.range(query).is_empty() || self.second_part().is_some_and(|part| !part.range(query).is_empty())
+    }
+
+    /// The key, counted from the start of the tensor, at whose position `query` stands. Perhaps there is no such key.
+    #[inline(always)]
+    pub(crate) fn position(&self, query: usize) -> isize {
+        (query as isize).saturating_add(self.offset).saturating_add(self.first_key as isize)
     }
 
     /// Scores that all queries of one head see together.
     pub(crate) fn visible_scores(&self) -> u128 {
         let (q_len, kv_len) = (self.q_len as u128, self.kv_len as u128);
-        match self.mask {
-            Mask::Full => q_len * kv_len,
-            Mask::Causal(_) => {
-                // A triangle of min(q_len, kv_len) rows, and the rows or columns that one of them has more.
-                let side = q_len.min(kv_len);
-                let triangle = side * (side + 1) / 2;
-                let bottom_right = self.mask == Mask::Causal(CausalAlignment::BottomRight);
-                let rectangle = if bottom_right { q_len * (kv_len - side) } else { (q_len - side) * kv_len };
-                triangle + rectangle
-            }
-        }
+        let start_at_least = if self.part == Part::Window { self.at_least } else { 0 };
+        let sum = |bound: isize, at_least: usize| sum_of_bounds(q_len, bound as i128, [at_least as u128, kv_len]);
+        let here = sum(self.to, self.at_least) - sum(self.from, start_at_least);
+        here + self.second_part().map_or(0, |part| part.visible_scores())
     }
+}
+
+/// The sum of `i + first`, brought into `least..=most`, over all `i < len`; `least <= most`.
+fn sum_of_bounds(len: u128, first: i128, [least, most]: [u128; 2]) -> u128 {
+    // The first of the `i` for which it is at least `bound`.
+    let reaches = |bound: u128| u128::try_from(bound as i128 - first).unwrap_or(0).min(len);
+    let (low, high) = (reaches(least), reaches(most));
+    // Between them it grows by one each time.
+    let between = high - low;
+    let start = low as i128 + first;
+    let triangle = if between == 0 { 0 } else { between * start as u128 + between * (between - 1) / 2 };
+    low * least + triangle + (len - high) * most
 }
 
 /// For each row of a panel, the keys of a block that it sees: `starts[row] <= key < ends[row]`, counted from the start of
@@ -125,24 +199,65 @@ impl<V: Copy, const ROW_VECTORS: usize> RowBounds<V, ROW_VECTORS> {
 mod tests {
     use super::*;
 
+    /// Every mask, window and prefix worth a look.
+    fn configs() -> Vec<AttentionConfig> {
+        use CausalAlignment::{BottomRight, Offset, TopLeft};
+        let alignments =
+            [BottomRight, TopLeft, Offset(0), Offset(3), Offset(-2), Offset(isize::MAX), Offset(isize::MIN)];
+        let causal = alignments.map(|alignment| AttentionConfig::causal().with_causal_alignment(alignment));
+        let sizes = [None, Some(0), Some(1), Some(4), Some(usize::MAX)];
+        let windows = sizes.iter().flat_map(|&left| sizes.map(|right| (left, right)));
+        let windows = windows.flat_map(|(left, right)| [0, 1, 3, usize::MAX].map(|prefix| (left, right, prefix)));
+        causal
+            .into_iter()
+            .chain([AttentionConfig::full()])
+            .flat_map(|config| {
+                windows
+                    .clone()
+                    .map(move |(left, right, prefix)| config.with_window(left, right).with_prefix_len(prefix))
+            })
+            .collect()
+    }
+
+    const LENGTHS: [(usize, usize); 9] = [(0, 0), (0, 3), (3, 0), (1, 16), (16, 1), (2, 5), (5, 2), (7, 7), (9, 11)];
+
+    fn visible(config: &AttentionConfig, q_len: usize, kv_len: usize) -> VisibleKeys {
+        let (head_dim, value_dim) = (1, 1);
+        let shape = AttentionShape { batch: 1, num_heads: 1, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
+        VisibleKeys::new(config, &shape)
+    }
+
     #[test]
-    fn visible_scores_is_the_sum_of_the_ranges() {
-        for (q_len, kv_len) in [(0, 0), (0, 3), (3, 0), (1, 16), (16, 1), (2, 5), (5, 2), (7, 7)] {
-            for mask in [Mask::Full, Mask::Causal(CausalAlignment::TopLeft), Mask::Causal(CausalAlignment::BottomRight)]
-            {
-                let shape = AttentionShape {
-                    batch: 1,
-                    num_heads: 1,
-                    num_kv_heads: 1,
-                    q_len,
-                    kv_len,
-                    head_dim: 1,
-                    value_dim: 1,
+    fn ranges_are_the_definition_and_never_fall() {
+        for (config, (q_len, kv_len)) in configs().iter().flat_map(|config| LENGTHS.map(|lengths| (config, lengths))) {
+            let what = format!("{config:?} {q_len} {kv_len}");
+            let first = visible(config, q_len, kv_len);
+            let parts: Vec<VisibleKeys> = [Some(first), first.second_part()].into_iter().flatten().collect();
+            for query in 0..q_len {
+                let offset = match config.mask {
+                    Mask::Causal(CausalAlignment::TopLeft) => 0,
+                    Mask::Causal(CausalAlignment::Offset(offset)) => offset as i128,
+                    _ => kv_len as i128 - q_len as i128,
                 };
-                let visible = VisibleKeys::new(mask, &shape);
-                let sum: usize = (0..q_len).map(|query| visible.range(query).len()).sum();
-                assert_eq!(visible.visible_scores(), sum as u128, "{mask:?} {q_len} {kv_len}");
+                let position = query as i128 + offset;
+                let right = if config.mask == Mask::Full { config.window.right } else { Some(0) };
+                let is_visible = |key: &usize| {
+                    let distance = *key as i128 - position;
+                    let in_window = config.window.left.is_none_or(|left| -distance <= left as i128)
+                        && right.is_none_or(|right| distance <= right as i128);
+                    in_window || *key < config.prefix_len
+                };
+                let expected: Vec<usize> = (0..kv_len).filter(is_visible).collect();
+                let found: Vec<usize> = parts.iter().flat_map(|part| part.range(query)).collect();
+                assert_eq!(found, expected, "{what}, query {query}");
+                assert_eq!(first.sees_keys(query), !expected.is_empty(), "{what}, query {query}");
+                for part in parts.iter().filter(|_| query > 0) {
+                    let [before, here] = [query - 1, query].map(|query| part.range(query));
+                    assert!(before.start <= here.start && before.end <= here.end && here.start <= here.end, "{what}");
+                }
             }
+            let sum: usize = (0..q_len).flat_map(|query| parts.iter().map(move |part| part.range(query).len())).sum();
+            assert_eq!(first.visible_scores(), sum as u128, "{what}");
         }
     }
 }

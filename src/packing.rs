@@ -15,6 +15,8 @@ use crate::kernels::stored::Stored;
 use crate::kernels::transpose::SIDE;
 use crate::kernels::{MAX_LANES, MAX_PANEL_ROWS, WithTiles};
 use crate::row_block::RowBlock;
+use crate::score_modifier::Unmodified;
+use crate::score_pass::{RowOp, TileOp};
 use crate::tensor::Layout;
 
 /// The vector code of a task that moves elements, for one element type and its accumulator. Not generic, for the same reason as
@@ -25,6 +27,9 @@ pub(crate) trait Packing<A: Lane>: Stored<A> {
     fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self, A>);
     /// A few rows against keys and values of this type.
     fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, A, Self>);
+    /// Modifies scores, with a bias of this type.
+    fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, Self, A, Unmodified>) -> bool;
+    fn modify_row(set: InstructionSet, op: RowOp<'_, '_, Self, A, Unmodified>) -> bool;
 }
 
 macro_rules! packing {
@@ -41,6 +46,12 @@ macro_rules! packing {
             }
             fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, $accumulator, $element>) {
                 set.$run(op);
+            }
+            fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
+                set.$run(op)
+            }
+            fn modify_row(set: InstructionSet, op: RowOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
+                set.$run(op)
             }
         }
     };
@@ -396,9 +407,9 @@ pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
 /// # Safety
 /// `from` must be valid for reading them.
 #[inline(always)]
-pub(crate) unsafe fn all_finite<S: Simd, A: Lane>(
+pub(crate) unsafe fn all_finite<S: Simd, A: Lane, K: Stored<A>>(
     simd: S,
-    from: *const A,
+    from: *const K,
     stride: usize,
     [keys, dim]: [usize; 2],
 ) -> bool {
@@ -415,16 +426,16 @@ pub(crate) unsafe fn all_finite<S: Simd, A: Lane>(
             let mut i = 0;
             while i + SUMS * lanes <= dim {
                 for sum in 0..SUMS {
-                    vectors[sum] = A::mul_add(simd, A::load::<S>(row.add(i + sum * lanes)), zero, vectors[sum]);
+                    vectors[sum] = A::mul_add(simd, K::widen::<S>(simd, row.add(i + sum * lanes)), zero, vectors[sum]);
                 }
                 i += SUMS * lanes;
             }
             while i + lanes <= dim {
-                vectors[0] = A::mul_add(simd, A::load::<S>(row.add(i)), zero, vectors[0]);
+                vectors[0] = A::mul_add(simd, K::widen::<S>(simd, row.add(i)), zero, vectors[0]);
                 i += lanes;
             }
             while i < dim {
-                tail = tail.add_scalar((*row.add(i)).mul_scalar(A::ZERO));
+                tail = tail.add_scalar((*row.add(i)).widen_one().mul_scalar(A::ZERO));
                 i += 1;
             }
         }

@@ -6,11 +6,12 @@ use std::marker::PhantomData;
 use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
 use crate::merge::{PartialSizes, Partials};
+use crate::score_pass::{CallPass, CustomPass, ScorePass};
 use crate::task::Call;
 use crate::workspace::ScratchSizes;
 use crate::{
     Accumulator, AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element,
-    InstructionSet, KvPadding, Workspace, schedule,
+    InstructionSet, KvPadding, ScoreModifier, Workspace, schedule,
 };
 
 /// Calls of fewer floating-point operations (`2 * (head_dim + value_dim)` for every visible score) run on the calling
@@ -77,6 +78,7 @@ pub struct AttentionPlan<A = f32> {
     pub(crate) visible: VisibleKeys,
     pub(crate) kv_padding: KvPadding,
     pub(crate) softmax_scale: f64,
+    pub(crate) softcap: Option<f64>,
     pub(crate) instruction_set: InstructionSet,
     pub(crate) blocks: Blocks,
     threads: usize,
@@ -179,7 +181,7 @@ impl<A: Accumulator> AttentionPlan<A> {
     ///
     /// # Errors
     /// [`AttentionError::HeadsNotDivisible`], [`AttentionError::ZeroHeadDim`], [`AttentionError::InvalidSoftmaxScale`],
-    /// [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
+    /// [`AttentionError::InvalidSoftcap`], [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
     /// about instruction sets where the environment asks for one that is not there.
     pub fn with_accumulator(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
         shape.check()?;
@@ -187,8 +189,14 @@ impl<A: Accumulator> AttentionPlan<A> {
         if !A::from_f64(softmax_scale).to_f64().is_finite() {
             return Err(AttentionError::InvalidSoftmaxScale { value: softmax_scale });
         }
+        if let Some(value) = config.softcap {
+            let [softcap, inverse] = [value, 2.0 / value].map(|x| A::from_f64(x).to_f64());
+            if !(softcap > 0.0 && softcap.is_finite() && inverse.is_finite()) {
+                return Err(AttentionError::InvalidSoftcap { value });
+            }
+        }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
-        let visible = VisibleKeys::new(config.mask, shape);
+        let visible = VisibleKeys::new(config, shape);
         let score_flops = 2 * (shape.head_dim as u128 + shape.value_dim as u128);
         let heads = (shape.batch as u128).saturating_mul(shape.num_heads as u128);
         let flops = visible.visible_scores().saturating_mul(score_flops).saturating_mul(heads);
@@ -213,6 +221,7 @@ impl<A: Accumulator> AttentionPlan<A> {
             visible,
             kv_padding: config.kv_padding,
             softmax_scale,
+            softcap: config.softcap,
             instruction_set,
             blocks,
             threads,
@@ -259,6 +268,37 @@ impl<A: Accumulator> AttentionPlan<A> {
         outputs: &mut AttentionOutputs<'_, T>,
         workspace: &mut Workspace,
     ) -> Result<(), AttentionError> {
+        if self.check(inputs, outputs, workspace)? {
+            let pass = CallPass::built_in(self, inputs);
+            self.run_checked(inputs, outputs, workspace, pass.as_ref().map(|pass| pass as &dyn ScorePass<A>));
+        }
+        Ok(())
+    }
+
+    /// As [`run`](Self::run), with a function of your own applied to each score. See [`ScoreModifier`].
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_with_modifier<T: Element<Acc = A>, K: Element<Acc = A>, M: ScoreModifier>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &mut AttentionOutputs<'_, T>,
+        workspace: &mut Workspace,
+        modifier: &M,
+    ) -> Result<(), AttentionError> {
+        if self.check(inputs, outputs, workspace)? {
+            self.run_checked(inputs, outputs, workspace, Some(&CustomPass::new(self, inputs, modifier)));
+        }
+        Ok(())
+    }
+
+    /// Whether there is anything to do, if nothing is wrong.
+    fn check<T: Element<Acc = A>, K: Element<Acc = A>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &AttentionOutputs<'_, T>,
+        workspace: &Workspace,
+    ) -> Result<bool, AttentionError> {
         let found = AttentionShape::of(inputs)?;
         if found != self.shape {
             return Err(AttentionError::PlanShapeMismatch { planned: self.shape, found });
@@ -268,11 +308,19 @@ impl<A: Accumulator> AttentionPlan<A> {
         if len < needed {
             return Err(AttentionError::WorkspaceTooSmall { needed, len });
         }
-        if self.tasks() == 0 {
-            return Ok(());
-        }
+        Ok(self.tasks() != 0)
+    }
+
+    fn run_checked<T: Element<Acc = A>, K: Element<Acc = A>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &mut AttentionOutputs<'_, T>,
+        workspace: &mut Workspace,
+        pass: Option<&dyn ScorePass<A>>,
+    ) {
+        let needed = self.workspace_len();
         let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes * self.threads);
-        let call = Call::new(self, inputs, outputs, Partials::new(self.partials, partials));
+        let call = Call::new(self, inputs, outputs, (Partials::new(self.partials, partials), pass));
         schedule::for_each_worker(
             self.threads,
             self.tasks(),
@@ -283,7 +331,6 @@ impl<A: Accumulator> AttentionPlan<A> {
                 tasks.for_each(|task| call.run_task(task, &mut scratch));
             },
         );
-        Ok(())
     }
 
     /// The shape it was made for.

@@ -3,6 +3,8 @@
 
 #![allow(unsafe_code)]
 
+use std::ops::Range;
+
 use pulp::Simd;
 
 use crate::kernels::fetch::FetchRows;
@@ -14,6 +16,7 @@ use crate::mask::RowBounds;
 use crate::online_softmax::{RowState, softmax_step};
 use crate::packing;
 use crate::row_block::KeyBlock;
+use crate::score_pass::ScoreTile;
 
 /// All panels of a task against one block of keys.
 pub(crate) struct PrefillBlock<'t, 's, A>(pub(crate) KeyBlock<'t, 's, A>);
@@ -147,17 +150,35 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         if first >= last {
             return;
         }
+        let rows = first_row..task.rows.min(first_row + panel_rows);
+        if let Some(pass) = self.pass
+            && pass.hides_all(task, rows, self.first_key + first..self.first_key + last)
+        {
+            return;
+        }
         let is_edge = panel.is_edge();
         let spans = panel.spans(task.rows - first_row, panel_rows);
 
         let running_max = &mut self.scratch.running_max[first_row..][..panel_rows];
         self.scratch.rescale[..panel_rows].copy_from_slice(running_max);
-        // Full blocks find the maximum while the scores are in registers, edge blocks once the hidden ones are gone.
-        let max = (!is_edge).then_some(running_max.as_mut_ptr());
+        // Full blocks find the maximum while the scores are in registers, or while they are modified; edge blocks once the
+        // hidden ones are gone.
+        let max = (!is_edge && self.pass.is_none()).then_some(running_max.as_mut_ptr());
         for index in 0..3 {
             let Some(span) = spans[index] else { continue };
             self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
         }
+        let hides_keys = match self.pass {
+            None => false,
+            Some(pass) => pass.modify_tile(ScoreTile {
+                task,
+                first_row,
+                first_key: self.first_key + first,
+                keys: last - first,
+                scores: &mut self.scratch.scores[first * panel_rows..last * panel_rows],
+                max: (!is_edge).then_some(&mut self.scratch.running_max[first_row..][..panel_rows]),
+            }),
+        };
         // Between the edges every row sees every key. A window narrower than the panel has no such keys.
         let (left, right) = if panel.all.0 < panel.all.1 { panel.all } else { (last, first) };
         if is_edge {
@@ -176,11 +197,12 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
 
         // (No closure, as in `get_or_insert_with`: it would be compiled without the target features.)
         let hidden_values_are_finite = match *values_finite {
-            _ if !is_edge => true,
+            _ if !is_edge && !hides_keys => true,
             Some(known) => known,
             None => {
                 // SAFETY: `v` is valid for `self.keys` rows (see the field).
-                let found = unsafe { packing::all_finite(simd, self.v, self.v_stride, [self.keys, value_dim]) };
+                let found =
+                    unsafe { packing::all_finite::<S, A, A>(simd, self.v, self.v_stride, [self.keys, value_dim]) };
                 *values_finite = Some(found);
                 found
             }
@@ -188,7 +210,8 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         // Where hidden values are not finite: tiles where every row sees every key, and key by key at the edges.
         let (mut parts, mut by_key) = (spans, [false; 3]);
         if !hidden_values_are_finite {
-            let right = right.max(left);
+            self.mark_hidden(first_row, first..last);
+            let (left, right) = if hides_keys { (last, last) } else { (left, right.max(left)) };
             let part = |first_key, end| (first_key < end).then_some(Span { rows: Vectors::All, first_key, end });
             (parts, by_key) = ([part(first, left), part(left, right), part(right, last)], [true, false, true]);
         }
@@ -203,12 +226,27 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             let rescales = (takes_part[0] && !rescaled[0]) || (takes_part[1] && !rescaled[1]);
             rescaled = [rescaled[0] || takes_part[0], rescaled[1] || takes_part[1]];
             if by_key[index] {
-                let bounds = self.row_bounds::<S, ROW_VECTORS>(first_row);
                 let block = self.value_operands(first_row, span, rescales);
                 // SAFETY: `value_operands` gives what the kernel reads and writes.
-                unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block, span.first_key, &bounds) };
+                unsafe { value_block_selected::<S, A, ROW_VECTORS>(simd, block) };
             } else {
                 self.values::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, rescales);
+            }
+        }
+    }
+
+    /// Gives hidden keys of the block a weight of -1, for `value_block_selected`.
+    fn mark_hidden(&mut self, first_row: usize, keys: Range<usize>) {
+        let Self { task, first_key, pass, .. } = *self;
+        let pass = pass.filter(|pass| pass.may_hide());
+        for lane in 0..task.panel_rows {
+            let row = (first_row + lane).min(task.rows - 1);
+            let (visible, index) = (task.row_keys(row), task.index(row));
+            for key in keys.clone() {
+                let in_tensor = first_key + key;
+                if !visible.contains(&in_tensor) || pass.is_some_and(|pass| pass.hides(index, in_tensor)) {
+                    self.scratch.scores[key * task.panel_rows + lane] = A::from_f64(-1.0);
+                }
             }
         }
     }

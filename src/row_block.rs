@@ -9,10 +9,12 @@ use std::ops::Range;
 use crate::kernels::fetch::FetchRows;
 use crate::mask::VisibleKeys;
 use crate::plan::Blocks;
+use crate::score_pass::ScorePass;
 use crate::workspace::Scratch;
 use crate::{Accumulator, AttentionPlan};
 
-/// A task: a block of rows of one (batch, KV head).
+/// A task: a block of rows of one (batch, KV head), and the keys that they see: those of one part, see [`VisibleKeys`].
+#[derive(Clone)]
 pub(crate) struct RowBlock {
     pub(crate) batch: usize,
     pub(crate) kv_head: usize,
@@ -72,16 +74,28 @@ impl RowBlock {
         [self.batch, self.kv_head * self.group_size + head, query]
     }
 
+    /// The same rows and the other part of the keys that they see, if there are two. (This is the first.)
+    pub(crate) fn second_part(&self) -> Option<Self> {
+        let visible = self.visible.second_part()?;
+        Some(Self { visible, ..self.clone() })
+    }
+
+    /// The key at whose position a row of the task stands. Perhaps there is no such key.
+    #[inline(always)]
+    pub(crate) fn position(&self, row: usize) -> isize {
+        self.visible.position(self.split(row).0)
+    }
+
     /// The keys that a row of the task sees. Neither end falls from a row to the next.
     #[inline(always)]
     pub(crate) fn row_keys(&self, row: usize) -> Range<usize> {
         self.visible.range(self.split(row).0)
     }
 
-    /// Whether a row of the task sees any key, in this chunk or another.
+    /// Whether mask and window show a row of the task any key, in this chunk and part or another.
     #[inline(always)]
     pub(crate) fn row_sees_keys(&self, row: usize) -> bool {
-        !self.row_keys(row).is_empty()
+        self.visible.sees_keys(self.split(row).0)
     }
 
     /// From the first to the last key of the chunk that any row of the task sees.
@@ -107,5 +121,7 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     /// V of this block, and K of the next one, where the task does not find them in the cache.
     pub(crate) fetch_values: FetchRows,
     pub(crate) fetch_keys: FetchRows,
+    /// What happens to scores, if anything.
+    pub(crate) pass: Option<&'t dyn ScorePass<A>>,
     pub(crate) scratch: &'t mut Scratch<'s, A>,
 }

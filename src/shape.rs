@@ -1,6 +1,6 @@
 //! The rules that tie the tensors of a call together.
 
-use crate::{AttentionError, AttentionInputs, AttentionOutputs, Element};
+use crate::{AttentionError, AttentionInputs, AttentionOutputs, Element, TensorView};
 
 /// The sizes of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -55,6 +55,23 @@ impl AttentionShape {
             }
             if let Some((index, &found)) = kv_lens.iter().enumerate().find(|&(_, &len)| len > kv_len) {
                 return Err(AttentionError::KvLenTooLong { index, found, kv_len });
+            }
+        }
+        let scores = [batch, num_heads, q_len, kv_len];
+        let operands =
+            [("mask", inputs.mask.map(|mask| mask.shape())), ("bias", inputs.bias.as_ref().map(TensorView::shape))];
+        for (operand, found) in operands {
+            let Some(found) = found else { continue };
+            if found.iter().zip(scores).any(|(&found, expected)| found != expected && found != 1) {
+                return Err(AttentionError::ScoreShapeMismatch { operand, expected: scores, found });
+            }
+        }
+        for (operand, numbers) in [("alibi_slopes", inputs.alibi_slopes), ("sinks", inputs.sinks)] {
+            if let Some(numbers) = numbers
+                && numbers.len() != num_heads
+            {
+                let (expected, found) = (num_heads, numbers.len());
+                return Err(AttentionError::HeadNumbersMismatch { operand, expected, found });
             }
         }
         Ok(shape)

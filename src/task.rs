@@ -12,12 +12,13 @@ use std::ptr;
 use crate::decode::DecodeBlock;
 use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
-use crate::kernels::{MAX_DECODE_ROWS, TileSizes};
+use crate::kernels::{MAX_DECODE_ROWS, TileSizes, WithTiles};
 use crate::merge::{MergeChunks, Partials};
 use crate::packing::{PackKeys, PackQ, Packing, UnpackOut};
 use crate::plan::Path;
 use crate::prefill::PrefillBlock;
 use crate::row_block::{KeyBlock, RowBlock};
+use crate::score_pass::ScorePass;
 use crate::tensor::Layout;
 use crate::workspace::Scratch;
 use crate::{AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Element, InstructionSet, TensorView};
@@ -29,6 +30,8 @@ pub(crate) trait TaskKernels: Lane {
     fn tile_sizes(set: InstructionSet) -> TileSizes;
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self>);
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, Self>);
+    /// Runs any other code. Generic, for what only the caller's crate knows.
+    fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output;
 }
 
 impl TaskKernels for f32 {
@@ -40,6 +43,9 @@ impl TaskKernels for f32 {
     }
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f32>) {
         set.run(op);
+    }
+    fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output {
+        set.run(op)
     }
 }
 
@@ -53,6 +59,9 @@ impl TaskKernels for f64 {
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f64>) {
         set.run_f64(op);
     }
+    fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output {
+        set.run_f64(op)
+    }
 }
 
 /// A planned call on tensors that were checked against the plan.
@@ -63,6 +72,8 @@ pub(crate) struct Call<'a, T: Element, K> {
     out_layout: Layout,
     logsumexp: Option<*mut T::Acc>,
     partials: Option<Partials<'a, T::Acc>>,
+    /// What happens to scores, if anything.
+    pass: Option<&'a dyn ScorePass<T::Acc>>,
     outputs: PhantomData<&'a mut T>,
 }
 
@@ -77,11 +88,12 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         plan: &'a AttentionPlan<T::Acc>,
         inputs: &'a AttentionInputs<'a, T, K>,
         outputs: &'a mut AttentionOutputs<'_, T>,
-        partials: Option<Partials<'a, T::Acc>>,
+        (partials, pass): (Option<Partials<'a, T::Acc>>, Option<&'a dyn ScorePass<T::Acc>>),
     ) -> Self {
         let out_layout = outputs.out.layout();
         let logsumexp = outputs.logsumexp.as_mut().map(|logsumexp| logsumexp.as_mut_ptr());
-        Self { plan, inputs, out: outputs.out.as_mut_ptr(), out_layout, logsumexp, partials, outputs: PhantomData }
+        let (out, outputs) = (outputs.out.as_mut_ptr(), PhantomData);
+        Self { plan, inputs, out, out_layout, logsumexp, partials, pass, outputs }
     }
 
     pub(crate) fn run_task(&self, task: usize, scratch: &mut Scratch<'_, T::Acc>) {
@@ -89,9 +101,13 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let task = RowBlock::new(plan, task, self.inputs.kv_lens);
         let scale = T::Acc::from_f64(plan.softmax_scale);
         let q_rows = self.start(&task, scale, scratch);
-        match plan.blocks.path {
-            Path::Prefill => self.prefill(&task, scratch),
-            Path::Decode => self.decode(&task, q_rows, scale, scratch),
+        let second_part = task.second_part();
+        let mut is_first = true;
+        for task in [Some(&task), second_part.as_ref()].into_iter().flatten() {
+            match plan.blocks.path {
+                Path::Prefill => self.prefill(task, scratch),
+                Path::Decode => self.decode(task, (q_rows, scale), &mut is_first, scratch),
+            }
         }
         if let Some(partials) = &self.partials {
             if !partials.store(task.block, task.chunk, scratch) {
@@ -130,6 +146,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 fetch_keys = FetchRows::new(Rows { start: k, stride: k_stride }.from(keys), next.len(), head_dim);
             }
             let scratch = &mut *scratch;
+            let pass = self.pass;
             let block = KeyBlock {
                 task,
                 first_key,
@@ -142,6 +159,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 value_dim,
                 fetch_values,
                 fetch_keys,
+                pass,
                 scratch,
             };
             T::Acc::prefill(self.plan.instruction_set, PrefillBlock(block));
@@ -151,8 +169,8 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     fn decode(
         &self,
         task: &RowBlock,
-        q_rows: [*const T::Acc; MAX_DECODE_ROWS],
-        scale: T::Acc,
+        (q_rows, scale): ([*const T::Acc; MAX_DECODE_ROWS], T::Acc),
+        is_first: &mut bool,
         scratch: &mut Scratch<'_, T::Acc>,
     ) {
         let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
@@ -160,8 +178,10 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let tensors = [&self.inputs.k, &self.inputs.v];
         let in_place = (K::IS_ACCUMULATOR || set.has_fma())
             && tensors.iter().all(|tensor| tensor.layout().strides[3] == 1 || tensor.layout().shape[3] <= 1);
-        let mut is_first = true;
         for keys in self.key_blocks(task) {
+            if self.pass.is_some_and(|pass| pass.hides_all(task, 0..task.rows, keys.clone())) {
+                continue;
+            }
             let next_keys = (end - keys.end).min(self.plan.blocks.kv_block);
             let (first_key, len) = (keys.start, keys.len());
             let [k, v] = tensors.map(|tensor| self.rows_of(tensor, task, keys.clone()));
@@ -178,7 +198,8 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                     value_dim,
                     q_rows,
                     scale,
-                    is_first,
+                    is_first: *is_first,
+                    pass: self.pass,
                     scratch,
                 };
                 K::decode(set, block);
@@ -205,12 +226,13 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                     value_dim,
                     q_rows,
                     scale,
-                    is_first,
+                    is_first: *is_first,
+                    pass: self.pass,
                     scratch,
                 };
                 <T::Acc as Packing<T::Acc>>::decode(set, block);
             }
-            is_first = false;
+            *is_first = false;
         }
     }
 
@@ -226,7 +248,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let mut q_rows = [ptr::null(); MAX_DECODE_ROWS];
         let is_decode = self.plan.blocks.path == Path::Decode;
         // Decode writes them with the first block of keys, unless a row sees none of it.
-        if !is_decode || self.partials.is_some() || task.keys().len() > self.plan.blocks.kv_block {
+        let (keys, kv_block) = (task.keys(), self.plan.blocks.kv_block);
+        let several_blocks = keys.end.div_ceil(kv_block) > keys.start / kv_block + 1 || task.second_part().is_some();
+        if !is_decode || self.partials.is_some() || self.pass.is_some() || several_blocks {
             scratch.out_acc.fill(T::Acc::ZERO);
         }
         let layout = self.inputs.q.layout();
@@ -316,7 +340,10 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     /// Divides by the running sums and writes the rows.
     fn finish(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
-        if let Some(logsumexp) = self.logsumexp {
+        let may_hide = self.pass.is_some_and(|pass| pass.may_hide());
+        if may_hide || self.inputs.sinks.is_some() {
+            self.settle(task, scratch, may_hide);
+        } else if let Some(logsumexp) = self.logsumexp {
             self.write_logsumexp(task, scratch, logsumexp);
         }
         let layout = self.out_layout;
@@ -352,6 +379,52 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 }
             }
         }
+    }
+
+    /// What mask, bias and sinks leave to be done once all keys are in: rows that see none of them, and the sink in the sum. Writes
+    /// log-sum-exps, and makes the running sum what the accumulators are to be divided by.
+    fn settle(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>, may_hide: bool) {
+        for row in 0..task.rows {
+            let index = task.index(row);
+            let (max, sum) = (scratch.running_max[row], &mut scratch.running_sum[row]);
+            // A sum is 0 where all scores are -inf: hidden, or visible with that score. A visible finite one makes it 1 at least.
+            let sees_keys = task.row_sees_keys(row) && !(may_hide && sum.is_zero() && self.hides_row(task, row));
+            let mut logsumexp = match sees_keys {
+                false => T::Acc::NEG_INFINITY,
+                true => T::Acc::logsumexp(max, *sum),
+            };
+            let infinity = T::Acc::from_f64(f64::INFINITY);
+            if let Some(sinks) = self.inputs.sinks
+                && sinks[index[1]] != f32::NEG_INFINITY
+            {
+                let sink = f64::from(sinks[index[1]]);
+                // Where all is -inf the accumulators are 0, and so is their quotient.
+                let (max, old_sum) = (Element::to_f64(max), Element::to_f64(*sum));
+                let max = if sees_keys { max } else { f64::NEG_INFINITY };
+                let new_max = if sink > max { sink } else { max };
+                let scaled = if max == f64::NEG_INFINITY { old_sum * 0.0 } else { old_sum * (max - new_max).exp() };
+                logsumexp = T::Acc::from_f64(new_max + (scaled + (sink - new_max).exp()).ln());
+                // In units of the running maximum, as the accumulators are. A sink that no number holds leaves them nothing.
+                let new_sum = old_sum + (sink - max).exp();
+                *sum = T::Acc::from_f64(if sink == f64::INFINITY { f64::NAN } else { new_sum });
+            }
+            if !sees_keys {
+                *sum = infinity;
+            }
+            if let Some(to) = self.logsumexp {
+                let [_, num_heads, q_len, _] = self.out_layout.shape;
+                // SAFETY: as in `write_logsumexp`.
+                unsafe { to.add((index[0] * num_heads + index[1]) * q_len + index[2]).write(logsumexp) };
+            }
+        }
+    }
+
+    /// Whether mask and bias hide every key that the config shows to a row. Asked only where all of its scores were -inf.
+    fn hides_row(&self, task: &RowBlock, row: usize) -> bool {
+        let index = task.index(row);
+        let second_part = task.second_part();
+        let mut keys = task.row_keys(row).chain(second_part.map_or(0..0, |part| part.row_keys(row)));
+        keys.all(|key| self.pass.is_some_and(|pass| pass.hides(index, key)))
     }
 
     fn write_logsumexp(&self, task: &RowBlock, scratch: &Scratch<'_, T::Acc>, logsumexp: *mut T::Acc) {

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Layout, Number, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem, one_head,
-    pattern, run_into, run_on, wide,
+    Layout, Number, Operands, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem,
+    one_head, pattern, run_into, run_on, wide,
 };
 use fused_attention::{AttentionConfig, AttentionShape, bf16, f16, reference};
 
@@ -98,6 +98,7 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
                     k: problem.k.in_layout(Layout::BroadcastSeq),
                     v: problem.v.in_layout(Layout::Transposed),
                     v_lies_in_k: false,
+                    operands: Operands::default(),
                 };
                 let expected = widened(&mixed, &config);
                 assert_eq!(run_into(&mixed, &config, Layout::Bshd).bits(), expected, "mixed {what:?}");

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    Expected, KV_BLOCKS, Layout, Number, PANELS, Problem, TILES, Tensor, by_profile, for_each_pair, instruction_sets,
-    masks, run_into,
+    Expected, KV_BLOCKS, Layout, Number, Operands, PANELS, Problem, TILES, Tensor, by_profile, for_each_pair,
+    instruction_sets, masks, run_into,
 };
 use fused_attention::{AttentionConfig, AttentionShape, reference};
 use proptest::prelude::*;
@@ -72,6 +72,7 @@ impl Case {
             k: contiguous.k.in_layout(self.layouts[1]),
             v: contiguous.v.in_layout(self.layouts[2]),
             v_lies_in_k: self.v_lies_in_k && self.shape.value_dim <= self.shape.head_dim,
+            operands: Operands::default(),
         }
     }
 }

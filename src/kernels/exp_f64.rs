@@ -22,7 +22,7 @@ const UNDERFLOW: f64 = -708.0499;
 
 /// Coefficients of r^0..r^11: minimax for the relative error on [-ln(2)/2, ln(2)/2] with the first two fixed at 2.
 #[allow(clippy::excessive_precision)] // these decimals are the exact bits of the fit
-const COEFFICIENTS: [f64; 12] = [
+pub(super) const COEFFICIENTS: [f64; 12] = [
     2.0,
     2.0,
     1.00000000000000222e+00,
@@ -38,7 +38,7 @@ const COEFFICIENTS: [f64; 12] = [
 ];
 
 /// The first 33 bits of ln(2), and the rest.
-const LN_2: [f64; 2] = [f64::from_bits(0x3fe6_2e42_fee0_0000), f64::from_bits(0x3dea_39ef_3579_3c76)];
+pub(super) const LN_2: [f64; 2] = [f64::from_bits(0x3fe6_2e42_fee0_0000), f64::from_bits(0x3dea_39ef_3579_3c76)];
 
 /// e^x for `x` in [-inf, 708] or NaN; exactly 0 up to -708.05, NaN for NaN.
 #[inline(always)]

@@ -17,6 +17,8 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
 
     const ZERO: Self;
     const NEG_INFINITY: Self;
+    /// The least finite number.
+    const LOWEST: Self;
 
     fn from_f64(value: f64) -> Self;
     /// Exact for the block-relative key indices it is used on (below 2^24).
@@ -38,6 +40,8 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     /// `a * b + c`, fused wherever the set has it.
     fn mul_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
     fn max<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn div<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn abs<S: Simd>(simd: S, a: Self::Vector<S>) -> Self::Vector<S>;
     /// The sums of the lanes of several vectors, each in the same order.
     #[inline(always)]
     fn reduce_sums<S: Simd, const N: usize>(simd: S, vectors: [Self::Vector<S>; N]) -> [Self; N] {
@@ -67,6 +71,8 @@ pub(crate) trait Lane: Copy + PartialOrd + Send + Sync + 'static {
     fn select<S: Simd>(simd: S, mask: Self::Mask<S>, yes: Self::Vector<S>, no: Self::Vector<S>) -> Self::Vector<S>;
     /// e^x, see [`crate::kernels::exp`].
     fn exp<S: Simd>(simd: S, x: Self::Vector<S>) -> Self::Vector<S>;
+    /// tanh(x), see [`crate::kernels::tanh`].
+    fn tanh<S: Simd>(simd: S, x: Self::Vector<S>) -> Self::Vector<S>;
 
     /// See [`transpose`](super::transpose::transpose).
     ///
@@ -141,6 +147,7 @@ impl Lane for f32 {
 
     const ZERO: f32 = 0.0;
     const NEG_INFINITY: f32 = f32::NEG_INFINITY;
+    const LOWEST: f32 = f32::MIN;
 
     #[inline(always)]
     fn from_f64(value: f64) -> f32 {
@@ -202,6 +209,14 @@ impl Lane for f32 {
         simd.max_f32s(a, b)
     }
     #[inline(always)]
+    fn div<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
+        simd.div_f32s(a, b)
+    }
+    #[inline(always)]
+    fn abs<S: Simd>(simd: S, a: S::f32s) -> S::f32s {
+        simd.abs_f32s(a)
+    }
+    #[inline(always)]
     fn reduce_sums<S: Simd, const N: usize>(simd: S, vectors: [S::f32s; N]) -> [f32; N] {
         super::reduce::sums(simd, vectors)
     }
@@ -237,5 +252,9 @@ impl Lane for f32 {
     #[inline(always)]
     fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         super::exp::exp_f32(simd, x)
+    }
+    #[inline(always)]
+    fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+        super::tanh::tanh_f32(simd, x)
     }
 }

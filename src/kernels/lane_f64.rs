@@ -13,6 +13,7 @@ impl Lane for f64 {
 
     const ZERO: f64 = 0.0;
     const NEG_INFINITY: f64 = f64::NEG_INFINITY;
+    const LOWEST: f64 = f64::MIN;
 
     #[inline(always)]
     fn from_f64(value: f64) -> f64 {
@@ -74,6 +75,14 @@ impl Lane for f64 {
         simd.max_f64s(a, b)
     }
     #[inline(always)]
+    fn div<S: Simd>(simd: S, a: S::f64s, b: S::f64s) -> S::f64s {
+        simd.div_f64s(a, b)
+    }
+    #[inline(always)]
+    fn abs<S: Simd>(simd: S, a: S::f64s) -> S::f64s {
+        simd.abs_f64s(a)
+    }
+    #[inline(always)]
     fn reduce_sum<S: Simd>(simd: S, a: S::f64s) -> f64 {
         simd.reduce_sum_f64s(a)
     }
@@ -105,5 +114,9 @@ impl Lane for f64 {
     #[inline(always)]
     fn exp<S: Simd>(simd: S, x: S::f64s) -> S::f64s {
         super::exp_f64::exp_f64(simd, x)
+    }
+    #[inline(always)]
+    fn tanh<S: Simd>(simd: S, x: S::f64s) -> S::f64s {
+        super::tanh::tanh_f64(simd, x)
     }
 }

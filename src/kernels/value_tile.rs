@@ -8,7 +8,6 @@ use super::broadcast::broadcast;
 use super::fetch::FetchRows;
 use super::lane::Lane;
 use super::split_tiles;
-use crate::mask::RowBounds;
 
 /// Operands of [`value_block`].
 #[derive(Clone, Copy)]
@@ -116,25 +115,20 @@ unsafe fn value_tile<S: Simd, A: Lane, const DIMS: usize, const ROW_VECTORS: usi
     }
 }
 
-/// As [`value_block`], but a row takes only the keys inside its bounds: for edge blocks
-/// whose hidden values are not all finite, where multiplying by a weight of 0 would still give NaN. Rare, so it is
-/// not tiled. Same order of additions and same roundings as the tiles. `block` begins with `first_key`.
+/// As [`value_block`], but a row takes only the keys whose weight is not negative: for blocks whose hidden values, which are
+/// marked so, are not all finite, where multiplying by a weight of 0 would still give NaN. Rare, so it is not tiled. Same order of
+/// additions and same roundings as the tiles.
 ///
 /// # Safety
 /// As [`value_block`].
 #[inline(always)]
-pub(crate) unsafe fn value_block_selected<S: Simd, A: Lane, const ROW_VECTORS: usize>(
-    simd: S,
-    block: ValueBlock<A>,
-    first_key: usize,
-    bounds: &RowBounds<A::Vector<S>, ROW_VECTORS>,
-) {
+pub(crate) unsafe fn value_block_selected<S: Simd, A: Lane, const ROW_VECTORS: usize>(simd: S, block: ValueBlock<A>) {
     let lanes = A::lanes::<S>();
+    let zero = A::splat(simd, A::ZERO);
     // SAFETY: `dim < value_dim`, `key < keys`, `vector < ROW_VECTORS`: inside the operands by the caller's promise.
     unsafe {
         for dim in 0..block.value_dim {
             for vector in 0..ROW_VECTORS {
-                let (start, end) = (bounds.starts[vector], bounds.ends[vector]);
                 let out_acc = block.out_acc.add(dim * block.panel_rows + vector * lanes);
                 let mut acc = A::load::<S>(out_acc);
                 if let Some(rescale) = block.rescale {
@@ -143,10 +137,8 @@ pub(crate) unsafe fn value_block_selected<S: Simd, A: Lane, const ROW_VECTORS: u
                 for key in 0..block.keys {
                     let value = A::splat(simd, *block.v.add(key * block.v_stride + dim));
                     let p = A::load::<S>(block.probs.add(key * block.panel_rows + vector * lanes));
-                    let index = A::splat(simd, A::from_index(first_key + key));
                     let sum = A::mul_add(simd, value, p, acc);
-                    let sum = A::select(simd, A::less_than(simd, index, end), sum, acc);
-                    acc = A::select(simd, A::less_than(simd, index, start), acc, sum);
+                    acc = A::select(simd, A::less_than(simd, p, zero), acc, sum);
                 }
                 A::store::<S>(out_acc, acc);
             }

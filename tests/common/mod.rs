@@ -7,6 +7,7 @@ pub mod cache;
 mod executed;
 mod inputs;
 mod number;
+pub mod operands;
 mod tensor;
 pub mod wide;
 mod yardstick;
@@ -19,6 +20,7 @@ use fused_attention::{
 pub use inputs::{Generator, normal_problem, pattern};
 pub(crate) use number::for_each_pair;
 pub use number::{Number, Real};
+pub use operands::{BoolTensor, Operands};
 pub use tensor::{Layout, Tensor};
 pub use yardstick::{Expected, max_abs_error, visible_keys};
 
@@ -100,11 +102,12 @@ pub struct Problem<T = f32, K = T> {
     pub v: Tensor<K>,
     /// V is the first `value_dim` features of K, in the memory of K.
     pub v_lies_in_k: bool,
+    pub operands: Operands<T>,
 }
 
 impl<T: Number, K: Number<Real = T::Real>> Problem<T, K> {
     pub fn new(q: Tensor<T>, k: Tensor<K>, v: Tensor<K>) -> Self {
-        Self { q, k, v, v_lies_in_k: false }
+        Self { q, k, v, v_lies_in_k: false, operands: Operands::default() }
     }
 
     pub fn inputs(&self) -> AttentionInputs<'_, T, K> {
@@ -113,7 +116,7 @@ impl<T: Number, K: Number<Real = T::Real>> Problem<T, K> {
         } else {
             self.v.view()
         };
-        AttentionInputs::new(self.q.view(), self.k.view(), v)
+        self.operands.attach(AttentionInputs::new(self.q.view(), self.k.view(), v))
     }
 
     pub fn shape(&self) -> AttentionShape {
@@ -128,12 +131,14 @@ impl<T: Number, K: Number<Real = T::Real>> Problem<T, K> {
 
     /// All three in this memory order.
     pub fn in_layout(&self, layout: Layout) -> Self {
-        Self::new(self.q.in_layout(layout), self.k.in_layout(layout), self.v.in_layout(layout))
+        let (q, k, v) = (self.q.in_layout(layout), self.k.in_layout(layout), self.v.in_layout(layout));
+        Self { operands: self.operands.clone(), ..Self::new(q, k, v) }
     }
 
     /// The same numbers in the type of the accumulator.
     pub fn widened(&self) -> Problem<T::Real> {
-        Problem::new(self.q.map(T::widened), self.k.map(K::widened), self.v.map(K::widened))
+        let (q, k, v) = (self.q.map(T::widened), self.k.map(K::widened), self.v.map(K::widened));
+        Problem { operands: self.operands.widened(), ..Problem::new(q, k, v) }
     }
 }
 

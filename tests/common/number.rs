@@ -130,6 +130,8 @@ pub trait Real:
     fn exp(self) -> Self;
 
     fn ln(self) -> Self;
+
+    fn tanh(self) -> Self;
 }
 
 /// `floor(log2(|value|))` of a number that is neither 0 nor infinite.
@@ -201,6 +203,10 @@ macro_rules! real {
 
             fn ln(self) -> Self {
                 self.ln()
+            }
+
+            fn tanh(self) -> Self {
+                self.tanh()
             }
         }
     };

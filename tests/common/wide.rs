@@ -6,7 +6,8 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 use fused_attention::reference::ReferenceOutput;
 use fused_attention::{AttentionConfig, AttentionInputs, AttentionShape};
 
-use super::{Number, visible_keys};
+use super::Number;
+use super::operands::{broadcast, position, visible};
 
 /// `high + low`, with `|low|` at most half a unit in the last place of `high`.
 #[derive(Debug, Clone, Copy)]
@@ -131,20 +132,41 @@ pub fn attention_row<T: Number, K: Number<Real = T::Real>>(
 ) -> (Vec<f64>, f64) {
     let shape = AttentionShape::of(inputs).unwrap();
     let kv_head = head / shape.group_size();
-    let visible = visible_keys(config, &shape, query);
-    if visible == 0 {
-        return (vec![0.0; shape.value_dim], f64::NEG_INFINITY);
+    let row = [batch, head, query];
+    let visible = visible(inputs, config, row);
+    let sink = inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[head].into());
+    if visible.is_empty() {
+        return (vec![0.0; shape.value_dim], sink);
     }
     let q = |p| inputs.q.get([batch, head, query, p]).unwrap().value();
     let k = |key, p| inputs.k.get([batch, kv_head, key, p]).unwrap().value();
     let v = |key, d| Wide::from(inputs.v.get([batch, kv_head, key, d]).unwrap().value());
     let scale = Wide::from(config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt()));
     let dot = |key| (0..shape.head_dim).fold(Wide::ZERO, |sum, p| sum + Wide::product(q(p), k(key, p)));
-    let scores: Vec<Wide> = (0..visible).map(|key| scale * dot(key)).collect();
-    let max = scores.iter().map(|score| score.high).fold(f64::NEG_INFINITY, f64::max);
+    let score = |key| {
+        let mut score = scale * dot(key);
+        if let Some(softcap) = config.softcap.map(Wide::from) {
+            // tanh(x) = (1 - e^-2x) / (1 + e^-2x), for |x|
+            let (size, is_negative) = if score.high < 0.0 { (-score, true) } else { (score, false) };
+            let (one, power) = (Wide::from(1.0), (Wide::from(-2.0) * size / softcap).exp());
+            let capped = softcap * (one - power) / (one + power);
+            score = if is_negative { -capped } else { capped };
+        }
+        if let Some(slopes) = inputs.alibi_slopes {
+            let distance = (position(inputs, config, row) - key as i128).abs() as f64;
+            score = score - Wide::product(slopes[head].into(), distance);
+        }
+        if let Some(bias) = &inputs.bias {
+            score = score + Wide::from(broadcast(bias, [batch, head, query, key]).value());
+        }
+        score
+    };
+    let scores: Vec<Wide> = visible.iter().map(|&key| score(key)).collect();
+    let max = scores.iter().map(|score| score.high).fold(sink, f64::max);
     let exps: Vec<Wide> = scores.iter().map(|&score| (score - Wide::from(max)).exp()).collect();
-    let sum = exps.iter().fold(Wide::ZERO, |sum, &exp| sum + exp);
-    let mean = |d| exps.iter().enumerate().fold(Wide::ZERO, |mean, (key, &exp)| mean + exp * v(key, d)) / sum;
+    let sink = if sink == f64::NEG_INFINITY { Wide::ZERO } else { Wide::sum(sink, -max).exp() };
+    let sum = exps.iter().fold(sink, |sum, &exp| sum + exp);
+    let mean = |d| visible.iter().zip(&exps).fold(Wide::ZERO, |mean, (&key, &exp)| mean + exp * v(key, d)) / sum;
     ((0..shape.value_dim).map(|d| mean(d).high).collect(), (Wide::from(max) + sum.ln()).high)
 }
 

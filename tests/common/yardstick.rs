@@ -2,8 +2,9 @@
 //! error.
 
 use fused_attention::reference::{self, ReferenceOutput};
-use fused_attention::{AttentionConfig, AttentionShape, CausalAlignment, Mask};
+use fused_attention::{AttentionConfig, AttentionShape, CausalAlignment, Mask, Window};
 
+use super::operands::{modified, visible};
 use super::tensor::indices;
 use super::{Answer, Number, Problem, Real, Tensor, wide};
 
@@ -59,6 +60,7 @@ fn dot<A: Real>(a: &[A], b: &[A], order: Order) -> A {
 /// How many keys, counted from the first, query `query` sees.
 pub fn visible_keys(config: &AttentionConfig, shape: &AttentionShape, query: usize) -> usize {
     let (q_len, kv_len) = (shape.q_len, shape.kv_len);
+    assert!(config.prefix_len == 0 && config.window == Window::default(), "not the first keys alone");
     if config.mask == Mask::Full {
         kv_len
     } else if config.mask == Mask::Causal(CausalAlignment::TopLeft) {
@@ -77,7 +79,7 @@ fn gather<A: Real>(tensor: &Tensor<A>, batch: usize, head: usize) -> Vec<A> {
 
 /// Scores, softmax and weighted sum, one after the other, all in the type of the problem in plain loops.
 fn unfused<A: Real>(problem: &Problem<A>, config: &AttentionConfig, variant: Variant) -> Unfused<A> {
-    let shape = problem.shape();
+    let (shape, inputs) = (problem.shape(), problem.inputs());
     let AttentionShape { head_dim, value_dim, .. } = shape;
     let [zero, one] = [0.0, 1.0].map(A::exactly);
     let softmax_scale = A::nearest(config.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt()));
@@ -90,17 +92,20 @@ fn unfused<A: Real>(problem: &Problem<A>, config: &AttentionConfig, variant: Var
         q.iter_mut().for_each(|q| *q = *q * q_scale);
         for query in 0..shape.q_len {
             let q = &q[query * head_dim..][..head_dim];
-            let mut weights: Vec<A> = (0..visible_keys(config, &shape, query))
-                .map(|key| dot(q, &k[key * head_dim..][..head_dim], variant.order) * score_scale)
-                .collect();
-            let max = weights.iter().fold(A::exactly(f64::NEG_INFINITY), |max, &x| if x > max { x } else { max });
-            let mut sum = zero;
+            let row = [batch, head, query];
+            let visible = visible(&inputs, config, row);
+            let score = |key: usize| dot(q, &k[key * head_dim..][..head_dim], variant.order) * score_scale;
+            let mut weights: Vec<A> =
+                visible.iter().map(|&key| modified(&inputs, config, row, key, score(key))).collect();
+            let sink = A::nearest(inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[head].into()));
+            let max = weights.iter().fold(sink, |max, &x| if x > max { x } else { max });
+            let mut sum = if sink.value() == f64::NEG_INFINITY { zero } else { (sink - max).exp() };
             for weight in &mut weights {
                 *weight = (*weight - max).exp();
                 sum += *weight;
             }
             let mut out = vec![zero; value_dim];
-            for (key, &weight) in weights.iter().enumerate() {
+            for (&key, &weight) in visible.iter().zip(&weights) {
                 for (out, &v) in out.iter_mut().zip(&v[key * value_dim..]) {
                     *out += weight / sum * v;
                 }
