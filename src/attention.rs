@@ -93,15 +93,24 @@ pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
 ) -> Result<Vec<T>, AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *plan.shape();
-    let shape = [batch, num_heads, q_len, value_dim];
-    let overflow = AttentionError::PlanOverflow { shape: *plan.shape() };
-    let len = shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size)).ok_or(overflow.clone())?;
+    let mut out = new_output(plan.shape())?;
+    let view = TensorViewMut::from_bhsd(&mut out, [batch, num_heads, q_len, value_dim])?;
+    with_thread_workspace(plan.workspace_len(), |workspace| {
+        plan.run(inputs, &mut AttentionOutputs::new(view), workspace)
+    })?;
+    Ok(out)
+}
+
+/// Zeros for the output of a call of this shape.
+pub(crate) fn new_output<T: Element>(shape: &AttentionShape) -> Result<Vec<T>, AttentionError> {
+    let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *shape;
+    let overflow = AttentionError::PlanOverflow { shape: *shape };
+    let sizes = [batch, num_heads, q_len, value_dim];
+    let len = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size)).ok_or(overflow.clone())?;
     let bytes = len.checked_mul(size_of::<T>()).ok_or(overflow)?;
     let mut out = Vec::new();
     out.try_reserve_exact(len).map_err(|_| AttentionError::AllocationFailed { bytes })?;
     out.resize(len, T::from_acc(T::Acc::ZERO));
-    let view = TensorViewMut::from_bhsd(&mut out, shape)?;
-    run_with_thread_workspace(&plan, inputs, &mut AttentionOutputs::new(view))?;
     Ok(out)
 }
 
@@ -138,17 +147,17 @@ pub fn attention_into<T: Element, K: Element<Acc = T::Acc>>(
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
-    run_with_thread_workspace(&plan, inputs, outputs)
+    with_thread_workspace(plan.workspace_len(), |workspace| plan.run(inputs, outputs, workspace))
 }
 
-fn run_with_thread_workspace<T: Element, K: Element<Acc = T::Acc>>(
-    plan: &AttentionPlan<T::Acc>,
-    inputs: &AttentionInputs<'_, T, K>,
-    outputs: &mut AttentionOutputs<'_, T>,
+/// Runs with at least so many bytes of this thread's scratch.
+pub(crate) fn with_thread_workspace(
+    len: usize,
+    run: impl FnOnce(&mut Workspace) -> Result<(), AttentionError>,
 ) -> Result<(), AttentionError> {
     // Taken out, not borrowed: while this call waits for its pool, the thread may run another one.
     let mut workspace = WORKSPACE.take();
-    let result = workspace.reserve(plan).and_then(|()| plan.run(inputs, outputs, &mut workspace));
+    let result = workspace.reserve_len(len).and_then(|()| run(&mut workspace));
     WORKSPACE.set(workspace);
     result
 }

@@ -83,6 +83,7 @@ mod schedule;
 mod shape;
 mod task;
 mod tensor;
+mod varlen;
 mod workspace;
 
 pub use attention::{AttentionInputs, AttentionOutputs, attention, attention_into};
@@ -100,4 +101,5 @@ pub use kv_cache::{Capacity, KvCache, KvCacheShape};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
+pub use varlen::{CuSeqlens, VarlenPlan, attention_varlen, attention_varlen_into};
 pub use workspace::Workspace;
