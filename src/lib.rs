@@ -75,6 +75,7 @@ mod mask;
 mod merge;
 mod online_softmax;
 mod packing;
+mod partial;
 mod plan;
 mod prefill;
 pub mod reference;
@@ -98,6 +99,7 @@ pub use instruction_set::executed_instruction_set;
 #[doc(hidden)]
 pub use kernels::panel;
 pub use kv_cache::{Capacity, KvCache, KvCacheShape};
+pub use partial::PartialAttention;
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
