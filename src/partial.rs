@@ -39,7 +39,7 @@ use crate::{AttentionError, AttentionOutputs, AttentionShape, Element, TensorVie
 ///
 /// let first = PartialAttention::new(TensorView::from_bhsd(&outs[0], out_shape)?, &lses[0])?;
 /// let second = PartialAttention::new(TensorView::from_bhsd(&outs[1], out_shape)?, &lses[1])?;
-/// let (merged, _logsumexp) = PartialAttention::merge(&[first, second])?;
+/// let merged = PartialAttention::merge(&[first, second])?.out;
 ///
 /// let whole = attention(&AttentionInputs::new(q, kv, kv), &AttentionConfig::full())?;
 /// assert!(merged.iter().zip(&whole).all(|(merged, whole)| (merged - whole).abs() < 1e-6));
@@ -67,6 +67,16 @@ pub struct PartialAttention<'a, T: Element> {
     out: TensorView<'a, T>,
     /// `[batch, heads, q_len, 1]`
     logsumexp: TensorView<'a, T::Acc>,
+}
+
+/// The result of [`PartialAttention::merge`].
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct MergedAttention<A> {
+    /// Contiguous `[batch, num_heads, q_len, value_dim]`.
+    pub out: Vec<A>,
+    /// Contiguous `[batch, num_heads, q_len]`, natural logarithm.
+    pub logsumexp: Vec<A>,
 }
 
 impl<'a, T: Element> PartialAttention<'a, T> {
@@ -135,12 +145,11 @@ impl<'a, T: Element> PartialAttention<'a, T> {
         Ok(Self { out, logsumexp })
     }
 
-    /// The merged output, contiguous `[batch, num_heads, q_len, value_dim]`, and `logsumexp`, contiguous `[batch, num_heads,
-    /// q_len]`, both in the type of the accumulator.
+    /// The merged output and `logsumexp`, in the type of the accumulator.
     ///
     /// # Errors
     /// [`AttentionError::NoPartials`], [`AttentionError::PartialShapeMismatch`], [`AttentionError::AllocationFailed`].
-    pub fn merge(partials: &[Self]) -> Result<(Vec<T::Acc>, Vec<T::Acc>), AttentionError> {
+    pub fn merge(partials: &[Self]) -> Result<MergedAttention<T::Acc>, AttentionError> {
         let Some(first) = partials.first() else {
             return Err(AttentionError::NoPartials);
         };
@@ -151,7 +160,7 @@ impl<'a, T: Element> PartialAttention<'a, T> {
         let mut logsumexp = new_output::<T::Acc>(&AttentionShape { value_dim: 1, ..shape })?;
         let view = TensorViewMut::from_bhsd(&mut out, first.out.shape())?;
         Self::merge_into(partials, &mut AttentionOutputs::new(view).with_logsumexp(&mut logsumexp))?;
-        Ok((out, logsumexp))
+        Ok(MergedAttention { out, logsumexp })
     }
 
     /// The same into memory of the caller, of any element type with the same accumulator. No partial results at all are

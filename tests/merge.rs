@@ -7,7 +7,8 @@ use common::{
     max_abs_error, one_head, run, run_into,
 };
 use fused_attention::{
-    AttentionConfig, AttentionError, AttentionOutputs, AttentionShape, PartialAttention, TensorView, TensorViewMut, f16,
+    AttentionConfig, AttentionError, AttentionOutputs, AttentionShape, MergedAttention, PartialAttention, TensorView,
+    TensorViewMut, f16,
 };
 use proptest::prelude::*;
 
@@ -254,7 +255,7 @@ fn any_layout_gives_the_same_bits() {
             parts.iter().map(|part| Answer { out: part.out.in_layout(layout), ..part.clone() }).collect();
         assert_eq!(merged(&strided, Layout::Bhsd).bits(), expected.bits());
     }
-    let (out, logsumexp) =
+    let MergedAttention { out, logsumexp, .. } =
         PartialAttention::merge(&[partial(&parts[0]), partial(&parts[1]), partial(&parts[2])]).unwrap();
     assert_eq!((bits(&out), bits(&logsumexp)), expected.bits());
 }
@@ -312,7 +313,7 @@ fn a_shared_prefix_can_be_computed_once() {
         .unwrap(),
         partial(&own),
     ];
-    let (out, logsumexp) = PartialAttention::merge(&partials).unwrap();
+    let MergedAttention { out, logsumexp, .. } = PartialAttention::merge(&partials).unwrap();
     let out = Tensor { data: out, shape: problem.out_shape(), strides: Layout::Bhsd.strides(problem.out_shape()) };
     assert_eq!(out.shape[3], value_dim);
     assert_is_whole::<f32>(&Answer { out, logsumexp }, &whole, largest(&problem.v), 1.0, "prefix");
