@@ -237,15 +237,22 @@ fn allocate_and_run<T: Element, K: Element<Acc = T::Acc>>(
 ) -> Result<Vec<T>, AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *plan.shape();
-    let shape = [batch, num_heads, q_len, value_dim];
-    let overflow = AttentionError::PlanOverflow { shape: *plan.shape() };
-    let len = shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size)).ok_or(overflow.clone())?;
+    let mut out = new_output(plan.shape())?;
+    let view = TensorViewMut::from_bhsd(&mut out, [batch, num_heads, q_len, value_dim])?;
+    run(&plan, &mut AttentionOutputs::new(view))?;
+    Ok(out)
+}
+
+/// Zeros for the output of a call of this shape.
+pub(crate) fn new_output<T: Element>(shape: &AttentionShape) -> Result<Vec<T>, AttentionError> {
+    let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *shape;
+    let overflow = AttentionError::PlanOverflow { shape: *shape };
+    let sizes = [batch, num_heads, q_len, value_dim];
+    let len = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size)).ok_or(overflow.clone())?;
     let bytes = len.checked_mul(size_of::<T>()).ok_or(overflow)?;
     let mut out = Vec::new();
     out.try_reserve_exact(len).map_err(|_| AttentionError::AllocationFailed { bytes })?;
     out.resize(len, T::from_acc(T::Acc::ZERO));
-    let view = TensorViewMut::from_bhsd(&mut out, shape)?;
-    run(&plan, &mut AttentionOutputs::new(view))?;
     Ok(out)
 }
 
@@ -307,9 +314,17 @@ fn run_with_thread_workspace<T: Element>(
     outputs: &mut AttentionOutputs<'_, T>,
     run: &dyn Fn(&mut AttentionOutputs<'_, T>, &mut Workspace) -> Result<(), AttentionError>,
 ) -> Result<(), AttentionError> {
+    with_thread_workspace(plan.workspace_len(), |workspace| run(outputs, workspace))
+}
+
+/// Runs with at least so many bytes of this thread's scratch.
+pub(crate) fn with_thread_workspace(
+    len: usize,
+    run: impl FnOnce(&mut Workspace) -> Result<(), AttentionError>,
+) -> Result<(), AttentionError> {
     // Taken out, not borrowed: while this call waits for its pool, the thread may run another one.
     let mut workspace = WORKSPACE.take();
-    let result = workspace.reserve(plan).and_then(|()| run(outputs, &mut workspace));
+    let result = workspace.reserve_len(len).and_then(|()| run(&mut workspace));
     WORKSPACE.set(workspace);
     result
 }

@@ -91,6 +91,95 @@ pub enum AttentionError {
         /// Lengths given.
         found: usize,
     },
+    /// Tensors of packed sequences have one batch entry, along whose positions the sequences lie.
+    #[error("q has batch {found}, that of packed sequences is 1")]
+    PackedBatch {
+        /// Batch of `q`.
+        found: usize,
+    },
+    /// Packed sequences were given an operand that has rows or lengths of a batch.
+    #[error("{operand} cannot be given for packed sequences, whose lengths are in cu_seqlens")]
+    NotWithCuSeqlens {
+        /// The operand.
+        operand: &'static str,
+    },
+    /// Cumulative lengths hold one number more than there are sequences, so at least one.
+    #[error("{name} is empty, it must hold at least its first offset, 0")]
+    CuSeqlensEmpty {
+        /// `"cu_seqlens_q"` or `"cu_seqlens_k"`.
+        name: &'static str,
+    },
+    /// Cumulative lengths begin with 0.
+    #[error("{name}[0] is {found}, it must be 0")]
+    CuSeqlensStart {
+        /// `"cu_seqlens_q"` or `"cu_seqlens_k"`.
+        name: &'static str,
+        /// The first offset.
+        found: usize,
+    },
+    /// A sequence would end before it begins.
+    #[error("{name}[{index}] is {found}, less than the {previous} before it")]
+    CuSeqlensFall {
+        /// `"cu_seqlens_q"` or `"cu_seqlens_k"`.
+        name: &'static str,
+        /// The first offset that is less than the one before it.
+        index: usize,
+        /// That offset.
+        found: usize,
+        /// The one before it.
+        previous: usize,
+    },
+    /// The last sequence ends behind the tensor.
+    #[error("{name}[{index}] is {found}, the tensor has {total} positions")]
+    CuSeqlensTooLong {
+        /// `"cu_seqlens_q"` or `"cu_seqlens_k"`.
+        name: &'static str,
+        /// Index of the last offset.
+        index: usize,
+        /// The last offset.
+        found: usize,
+        /// Positions of `q`, or of `k` and `v`.
+        total: usize,
+    },
+    /// The two lists of cumulative lengths are of different numbers of sequences.
+    #[error("cu_seqlens_q holds {q} offsets, cu_seqlens_k holds {k}")]
+    CuSeqlensLenMismatch {
+        /// Offsets in `cu_seqlens_q`.
+        q: usize,
+        /// Offsets in `cu_seqlens_k`.
+        k: usize,
+    },
+    /// Some of a tensor's positions were asked for that it does not have.
+    #[error("positions {start}..{end} of a tensor that has {seq}")]
+    SeqRangeOutOfBounds {
+        /// The first position asked for.
+        start: usize,
+        /// The end of the range, which must not be before its start.
+        end: usize,
+        /// Positions of the tensor.
+        seq: usize,
+    },
+    /// Partial results that are to be merged have different shapes.
+    #[error("{tensor} of partial result {index} has shape {found:?}, expected {expected:?}")]
+    PartialShapeMismatch {
+        /// `"out"` or `"logsumexp"`.
+        tensor: &'static str,
+        /// Index in the list of partial results; 0 where there is no list.
+        index: usize,
+        /// Shape that the merged result has.
+        expected: [usize; 4],
+        /// Shape of the tensor.
+        found: [usize; 4],
+    },
+    /// Partial results were to be merged into new memory, but there are none that say how much.
+    #[error("0 partial results to merge, at least 1 is needed to know their shape")]
+    NoPartials,
+    /// A partial result was to be added to outputs without `logsumexp`, which says how much theirs weighs.
+    #[error("outputs of shape {shape:?} have no logsumexp, which a partial result needs to be added to them")]
+    MissingLogsumexp {
+        /// Shape of the outputs.
+        shape: [usize; 4],
+    },
     /// A sequence is longer than the tensors of its keys and values.
     #[error("kv_lens[{index}] is {found}, k and v have room for {kv_len}")]
     KvLenTooLong {

@@ -31,6 +31,9 @@
 //! - [`AttentionPlan`] separates checking and planning from running, with a [`Workspace`] that you own: nothing is
 //!   allocated when serial or inside a rayon pool.
 //!
+//! [`attention_varlen`] computes sequences of different lengths that lie behind one another, on all threads at once.
+//! [`PartialAttention`] merges results over disjoint sets of keys: for a prefix that sequences share, or keys spread over machines.
+//!
 //! For generation, [`KvCache`] keeps the keys and values of past tokens where decoding reads them fastest.
 //!
 //! # The algorithm
@@ -56,7 +59,8 @@
 //! # Module map
 //! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
 //! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
-//! (micro-tiles). [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
+//! (micro-tiles). `varlen` stands beside `attention`: it plans every sequence and puts their tasks into one list. `partial`
+//! merges what calls have returned, and needs none of the others. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
 //! as views, so no kernel knows of it.
 
 #[cfg(doctest)]
@@ -76,6 +80,7 @@ mod merge;
 mod online_softmax;
 mod operands;
 mod packing;
+mod partial;
 mod plan;
 mod prefill;
 pub mod reference;
@@ -86,6 +91,7 @@ mod score_pass;
 mod shape;
 mod task;
 mod tensor;
+mod varlen;
 mod workspace;
 
 pub use attention::{
@@ -102,8 +108,10 @@ pub use instruction_set::executed_instruction_set;
 #[doc(hidden)]
 pub use kernels::panel;
 pub use kv_cache::{Capacity, KvCache, KvCacheShape};
+pub use partial::{MergedAttention, PartialAttention};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
 pub use score_modifier::{MAX_PARAMETERS, ScoreContext, ScoreModifier, ScoreVector, alibi_slopes};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
+pub use varlen::{CuSeqlens, VarlenPlan, attention_varlen, attention_varlen_into};
 pub use workspace::Workspace;

@@ -76,12 +76,24 @@ impl<'a, A: Lane> Partials<'a, A> {
         }
         assert!(bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES));
         assert!(Some(bytes.len()) >= sizes.bytes::<A>());
-        let (counters, slots) = bytes.split_at_mut(sizes.counter_bytes()?);
-        counters.fill(0);
-        // SAFETY: aligned (asserted) and long enough (`counter_bytes`); any bits are an AtomicU32.
-        let counters = unsafe { std::slice::from_raw_parts(counters.as_ptr().cast(), sizes.blocks) };
-        let slot_bytes = sizes.slot_bytes::<A>()?;
-        Some(Self { sizes, counters, slots: slots.as_mut_ptr(), slot_bytes, memory: PhantomData })
+        bytes[..sizes.counter_bytes()?].fill(0);
+        // SAFETY: aligned and long enough (asserted), borrowed for `'a`; the counters are 0.
+        unsafe { Self::attach(sizes, bytes.as_mut_ptr()) }
+    }
+
+    /// The same where the counters are set already.
+    ///
+    /// # Safety
+    /// `start` is aligned to 64 and valid for [`PartialSizes::bytes`] as long as `'a`, during which only partial results of
+    /// the same sizes reach those bytes.
+    unsafe fn attach(sizes: PartialSizes, start: *mut u8) -> Option<Self> {
+        if sizes.chunks <= 1 {
+            return None;
+        }
+        // SAFETY: as the caller promises; any bits are an AtomicU32.
+        let counters = unsafe { std::slice::from_raw_parts(start.cast(), sizes.blocks) };
+        let slots = start.wrapping_add(sizes.counter_bytes()?);
+        Some(Self { sizes, counters, slots, slot_bytes: sizes.slot_bytes::<A>()?, memory: PhantomData })
     }
 
     /// Accumulators, running maxima and running sums of a slot.
@@ -116,6 +128,48 @@ impl<'a, A: Lane> Partials<'a, A> {
         scratch: &'p mut Scratch<'s, A>,
     ) -> MergeChunks<'p, 's, A> {
         MergeChunks { partials: self, block, panel_rows, scratch }
+    }
+}
+
+/// The partial results of several calls that run at once, one call's bytes behind the other's.
+pub(crate) struct ManyPartials<'a, A> {
+    start: *mut u8,
+    places: &'a [PartialPlace],
+    memory: PhantomData<&'a mut [A]>,
+}
+
+/// Where the partial results of one of several calls lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PartialPlace {
+    pub(crate) sizes: PartialSizes,
+    /// Bytes before it: those of the calls before it.
+    pub(crate) start: usize,
+}
+
+// SAFETY: see `Partials`; calls do not share bytes (asserted by `new`).
+unsafe impl<A: Lane> Sync for ManyPartials<'_, A> {}
+
+impl<'a, A: Lane> ManyPartials<'a, A> {
+    /// # Panics
+    /// If `bytes` is not aligned to 64, a place begins before the end of the one before it, or the last ends outside.
+    pub(crate) fn new(places: &'a [PartialPlace], bytes: &'a mut [u8]) -> Self {
+        assert!(bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES));
+        let mut end = 0;
+        for place in places {
+            assert!(place.start >= end && place.start.is_multiple_of(ALIGN_BYTES));
+            let len = place.sizes.bytes::<A>().expect("checked when the plan was made");
+            end = place.start + len;
+            let _zeroes_its_counters = Partials::<A>::new(place.sizes, &mut bytes[place.start..end]);
+        }
+        Self { start: bytes.as_mut_ptr(), places, memory: PhantomData }
+    }
+
+    /// Those of one call; `None` where nothing is split.
+    pub(crate) fn of(&self, call: usize) -> Option<Partials<'_, A>> {
+        let PartialPlace { sizes, start } = self.places[call];
+        // SAFETY: `new` has checked that the place is aligned, inside the bytes that are borrowed for `'a` and apart from
+        // all others, and has set its counters.
+        unsafe { Partials::attach(sizes, self.start.wrapping_add(start)) }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
 use crate::merge::{PartialSizes, Partials};
 use crate::score_pass::{CallPass, CustomPass, ScorePass};
-use crate::task::Call;
+use crate::task::{Call, OutputRows};
 use crate::workspace::ScratchSizes;
 use crate::{
     Accumulator, AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element,
@@ -118,7 +118,8 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    fn new<A>(shape: &AttentionShape, tiles: TileSizes, threads: usize) -> Option<Self> {
+    /// `tasks_wanted`: in prefill, cut into at least as many tasks while each keeps a panel; decides no bits.
+    fn new<A>(shape: &AttentionShape, tiles: TileSizes, tasks_wanted: usize) -> Option<Self> {
         let rows = shape.q_len.checked_mul(shape.group_size())?;
         let path = if rows <= MAX_DECODE_ROWS { Path::Decode } else { Path::Prefill };
         let panel_rows = if path == Path::Decode { 1 } else { tiles.panel_rows() };
@@ -138,8 +139,8 @@ impl Blocks {
         // Fewer rows where the heads alone do not give every thread its tasks. Rows of prefill are independent of one
         // another, so this may depend on the thread count without changing a bit. Those of decode share their tiles.
         let blocks_wanted = match path {
-            Path::Prefill if threads > 1 => (TASKS_PER_THREAD * threads).div_ceil(heads.saturating_mul(chunks).max(1)),
-            _ => 1,
+            Path::Prefill => tasks_wanted.div_ceil(heads.saturating_mul(chunks).max(1)),
+            Path::Decode => 1,
         };
         let most_panels = (most_rows / panel_rows).clamp(1, panels.div_ceil(blocks_wanted).max(1));
         let row_blocks = panels.div_ceil(most_panels);
@@ -149,6 +150,23 @@ impl Blocks {
         let task_rows = task_panels * panel_rows;
         Some(Self { path, rows, panel_rows, task_rows, row_blocks, kv_block, chunk_keys, chunks })
     }
+}
+
+/// Floating-point operations of a call: those of its visible scores.
+pub(crate) fn score_flops(shape: &AttentionShape, config: &AttentionConfig) -> u128 {
+    let per_score = 2 * (shape.head_dim as u128 + shape.value_dim as u128);
+    let heads = (shape.batch as u128).saturating_mul(shape.num_heads as u128);
+    VisibleKeys::new(config, shape).visible_scores().saturating_mul(per_score).saturating_mul(heads)
+}
+
+/// Threads for a call of so many operations.
+pub(crate) fn threads_for(flops: u128, config: &AttentionConfig) -> usize {
+    if flops < u128::from(SERIAL_BELOW_FLOPS) { 1 } else { schedule::max_threads(config.parallelism) }
+}
+
+/// Tasks to share among so many threads.
+pub(crate) fn tasks_wanted(threads: usize) -> usize {
+    if threads > 1 { TASKS_PER_THREAD * threads } else { 1 }
 }
 
 impl AttentionPlan {
@@ -184,6 +202,17 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// [`AttentionError::InvalidSoftcap`], [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
     /// about instruction sets where the environment asks for one that is not there.
     pub fn with_accumulator(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
+        let threads = threads_for(score_flops(shape, config), config);
+        Self::in_tasks(shape, config, threads, tasks_wanted(threads))
+    }
+
+    /// The same for this many threads, in at least `tasks_wanted` tasks where there are rows enough.
+    pub(crate) fn in_tasks(
+        shape: &AttentionShape,
+        config: &AttentionConfig,
+        threads: usize,
+        tasks_wanted: usize,
+    ) -> Result<Self, AttentionError> {
         shape.check()?;
         let softmax_scale = config.softmax_scale.unwrap_or(1.0 / (shape.head_dim as f64).sqrt());
         if !A::from_f64(softmax_scale).to_f64().is_finite() {
@@ -197,14 +226,8 @@ impl<A: Accumulator> AttentionPlan<A> {
         }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
         let visible = VisibleKeys::new(config, shape);
-        let score_flops = 2 * (shape.head_dim as u128 + shape.value_dim as u128);
-        let heads = (shape.batch as u128).saturating_mul(shape.num_heads as u128);
-        let flops = visible.visible_scores().saturating_mul(score_flops).saturating_mul(heads);
-        let threads =
-            if flops < u128::from(SERIAL_BELOW_FLOPS) { 1 } else { schedule::max_threads(config.parallelism) };
-
         let planned = || {
-            let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), threads)?;
+            let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), tasks_wanted)?;
             let row_blocks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
             let threads = threads.min(row_blocks * blocks.chunks).max(1);
             let scratch = ScratchSizes::new(shape, &blocks)?;
@@ -252,8 +275,17 @@ impl<A: Accumulator> AttentionPlan<A> {
         if self.tasks() == 0 { 0 } else { self.thread_bytes * self.threads + self.partial_bytes }
     }
 
+    /// Sizes of a thread's scratch, and of the partial results.
+    pub(crate) fn scratch(&self) -> (ScratchSizes, PartialSizes) {
+        (self.scratch, self.partials)
+    }
+
+    pub(crate) fn thread_bytes(&self) -> usize {
+        self.thread_bytes
+    }
+
     /// Tasks of a call; fits, as was checked when the plan was made.
-    fn tasks(&self) -> usize {
+    pub(crate) fn tasks(&self) -> usize {
         self.blocks.row_blocks * self.shape.batch * self.shape.num_kv_heads * self.blocks.chunks
     }
 
@@ -320,7 +352,7 @@ impl<A: Accumulator> AttentionPlan<A> {
     ) {
         let needed = self.workspace_len();
         let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes * self.threads);
-        let call = Call::new(self, inputs, outputs, (Partials::new(self.partials, partials), pass));
+        let call = Call::new(self, inputs, OutputRows::new(outputs), (Partials::new(self.partials, partials), pass));
         schedule::for_each_worker(
             self.threads,
             self.tasks(),

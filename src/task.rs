@@ -68,32 +68,61 @@ impl TaskKernels for f64 {
 pub(crate) struct Call<'a, T: Element, K> {
     plan: &'a AttentionPlan<T::Acc>,
     inputs: &'a AttentionInputs<'a, T, K>,
-    out: *mut T,
-    out_layout: Layout,
-    logsumexp: Option<*mut T::Acc>,
+    outputs: OutputRows<'a, T>,
     partials: Option<Partials<'a, T::Acc>>,
     /// What happens to scores, if anything.
     pass: Option<&'a dyn ScorePass<T::Acc>>,
+}
+
+/// Where the rows of a call go: the outputs, or one sequence of packed ones.
+#[derive(Clone, Copy)]
+pub(crate) struct OutputRows<'a, T: Element> {
+    out: *mut T,
+    layout: Layout,
+    logsumexp: Option<*mut T::Acc>,
+    /// Elements of `logsumexp` from a head to the next.
+    logsumexp_stride: usize,
     outputs: PhantomData<&'a mut T>,
 }
 
 // SAFETY: `out` and `logsumexp` come from exclusive borrows that last as long as `'a`. Tasks write only the rows of their
-// own (batch, KV head, row block), which are disjoint: the schedule hands out each task once, and a mutable view has
-// no two elements at one place.
-unsafe impl<T: Element, K: Element> Sync for Call<'_, T, K> {}
+// own (batch or sequence, KV head, row block), which are disjoint: the schedule hands out each task once, and a mutable view
+// has no two elements at one place.
+unsafe impl<T: Element> Sync for OutputRows<'_, T> {}
+
+impl<'a, T: Element> OutputRows<'a, T> {
+    /// All rows. The caller has checked that the slice for `logsumexp` holds one element for each.
+    pub(crate) fn new(outputs: &'a mut AttentionOutputs<'_, T>) -> Self {
+        let layout = outputs.out.layout();
+        let logsumexp = outputs.logsumexp.as_mut().map(|logsumexp| logsumexp.as_mut_ptr());
+        let logsumexp_stride = layout.shape[2];
+        Self { out: outputs.out.as_mut_ptr(), layout, logsumexp, logsumexp_stride, outputs: PhantomData }
+    }
+
+    /// The rows of these queries alone, in a batch of one. Sequences that have no query in common write to disjoint places.
+    pub(crate) fn of_queries(&self, queries: Range<usize>) -> Self {
+        let [batch, _, q_len, _] = self.layout.shape;
+        assert!(batch == 1 && queries.start <= queries.end && queries.end <= q_len);
+        let first = queries.start;
+        Self {
+            // Wraps where there is no element: nothing is written then.
+            out: self.out.wrapping_add(first.wrapping_mul(self.layout.strides[2])),
+            layout: self.layout.with_seq(queries.len()),
+            logsumexp: self.logsumexp.map(|logsumexp| logsumexp.wrapping_add(first)),
+            ..*self
+        }
+    }
+}
 
 impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     /// The caller has checked that the tensors have the plan's shape.
     pub(crate) fn new(
         plan: &'a AttentionPlan<T::Acc>,
         inputs: &'a AttentionInputs<'a, T, K>,
-        outputs: &'a mut AttentionOutputs<'_, T>,
+        outputs: OutputRows<'a, T>,
         (partials, pass): (Option<Partials<'a, T::Acc>>, Option<&'a dyn ScorePass<T::Acc>>),
     ) -> Self {
-        let out_layout = outputs.out.layout();
-        let logsumexp = outputs.logsumexp.as_mut().map(|logsumexp| logsumexp.as_mut_ptr());
-        let (out, outputs) = (outputs.out.as_mut_ptr(), PhantomData);
-        Self { plan, inputs, out, out_layout, logsumexp, partials, pass, outputs }
+        Self { plan, inputs, outputs, partials, pass }
     }
 
     pub(crate) fn run_task(&self, task: usize, scratch: &mut Scratch<'_, T::Acc>) {
@@ -340,19 +369,19 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     /// Divides by the running sums and writes the rows.
     fn finish(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
+        let OutputRows { out, layout, logsumexp, .. } = self.outputs;
         let may_hide = self.pass.is_some_and(|pass| pass.may_hide());
         if may_hide || self.inputs.sinks.is_some() {
             self.settle(task, scratch, may_hide);
-        } else if let Some(logsumexp) = self.logsumexp {
+        } else if let Some(logsumexp) = logsumexp {
             self.write_logsumexp(task, scratch, logsumexp);
         }
-        let layout = self.out_layout;
         if layout.shape[3] == 0 {
             return;
         }
         if self.plan.blocks.path == Path::Prefill {
             let (out_acc, running_sum) = (&mut *scratch.out_acc, &*scratch.running_sum);
-            let op = UnpackOut { task, out_acc, running_sum, out: self.out, layout };
+            let op = UnpackOut { task, out_acc, running_sum, out, layout };
             return T::unpack_out(self.plan.instruction_set, op);
         }
         let value_dim = layout.shape[3];
@@ -363,7 +392,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             // SAFETY: the index is inside the shape of out (checked by the plan), whose view reaches no element outside
             // its slice, and the row is this task's alone.
             unsafe {
-                let out = self.out.add(layout.offset(task.index(row)));
+                let out = out.add(layout.offset(task.index(row)));
                 if !task.row_sees_keys(row) {
                     for d in 0..value_dim {
                         out.add(d * layout.strides[3]).write(T::from_acc(T::Acc::ZERO));
@@ -411,10 +440,10 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             if !sees_keys {
                 *sum = infinity;
             }
-            if let Some(to) = self.logsumexp {
-                let [_, num_heads, q_len, _] = self.out_layout.shape;
+            if let Some(to) = self.outputs.logsumexp {
+                let (num_heads, stride) = (self.outputs.layout.shape[1], self.outputs.logsumexp_stride);
                 // SAFETY: as in `write_logsumexp`.
-                unsafe { to.add((index[0] * num_heads + index[1]) * q_len + index[2]).write(logsumexp) };
+                unsafe { to.add((index[0] * num_heads + index[1]) * stride + index[2]).write(logsumexp) };
             }
         }
     }
@@ -428,7 +457,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     }
 
     fn write_logsumexp(&self, task: &RowBlock, scratch: &Scratch<'_, T::Acc>, logsumexp: *mut T::Acc) {
-        let [_, num_heads, q_len, _] = self.out_layout.shape;
+        let (num_heads, stride) = (self.outputs.layout.shape[1], self.outputs.logsumexp_stride);
         for row in 0..task.rows {
             let value = match task.row_sees_keys(row) {
                 false => T::Acc::NEG_INFINITY,
@@ -437,7 +466,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             let [batch, head, query] = task.index(row);
             // SAFETY: the slice holds batch * num_heads * q_len elements (checked by the plan) and this one is this
             // task's alone.
-            unsafe { logsumexp.add((batch * num_heads + head) * q_len + query).write(value) };
+            unsafe { logsumexp.add((batch * num_heads + head) * stride + query).write(value) };
         }
     }
 }

@@ -3,6 +3,8 @@
 //! The logical axes are always `[batch, heads, seq, head_dim]`, whatever the order in memory. A view that exists is
 //! valid: every index inside its shape lies inside its slice, and no two elements of a mutable view coincide.
 
+use std::ops::Range;
+
 use crate::AttentionError;
 
 /// A read-only tensor `[batch, heads, seq, head_dim]` over a slice. Any strides are legal, 0 (broadcast) and a
@@ -110,6 +112,12 @@ impl Layout {
         batch * self.strides[0] + head * self.strides[1] + position * self.strides[2]
     }
 
+    /// The same with another number of positions.
+    pub(crate) fn with_seq(self, seq: usize) -> Self {
+        let [batch, heads, _, dim] = self.shape;
+        Self { shape: [batch, heads, seq, dim], ..self }
+    }
+
     fn element(&self, index: [usize; 4]) -> Option<usize> {
         let inside = index.iter().zip(self.shape).all(|(&i, size)| i < size);
         inside.then(|| self.offset([index[0], index[1], index[2]]) + index[3] * self.strides[3])
@@ -145,6 +153,35 @@ impl<'a, T> TensorView<'a, T> {
     fn checked(data: &'a [T], layout: Layout) -> Result<Self, AttentionError> {
         layout.check_len(data.len())?;
         Ok(Self { data, layout })
+    }
+
+    /// The positions of `range` alone: some of the keys, say, or one of several sequences that lie behind one another.
+    ///
+    /// ```
+    /// use fused_attention::TensorView;
+    /// let view = TensorView::from_bhsd(&[0.0, 1.0, 2.0, 3.0], [1, 1, 4, 1])?;
+    /// assert_eq!(view.seq_range(2..4)?.get([0, 0, 0, 0]), Some(2.0));
+    /// # Ok::<(), fused_attention::AttentionError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AttentionError::SeqRangeOutOfBounds`] where the range ends behind the last position or before its own start.
+    pub fn seq_range(&self, range: Range<usize>) -> Result<Self, AttentionError> {
+        let Range { start, end } = range;
+        let seq = self.layout.shape[2];
+        if start > end || end > seq {
+            return Err(AttentionError::SeqRangeOutOfBounds { start, end, seq });
+        }
+        Ok(self.positions(range))
+    }
+
+    /// The same where the range is known to lie inside.
+    pub(crate) fn positions(&self, range: Range<usize>) -> Self {
+        debug_assert!(range.start <= range.end && range.end <= self.layout.shape[2]);
+        let layout = self.layout.with_seq(range.len());
+        // Where there is no element, there may be no memory behind `start` either.
+        let offset = if layout.shape.contains(&0) { self.data.len() } else { range.start * layout.strides[2] };
+        Self { data: &self.data[offset..], layout }
     }
 
     /// `[batch, heads, seq, head_dim]`.
@@ -224,6 +261,10 @@ impl<'a, T> TensorViewMut<'a, T> {
 
     pub(crate) fn layout(&self) -> Layout {
         self.layout
+    }
+
+    pub(crate) fn data_mut(&mut self) -> &mut [T] {
+        self.data
     }
 
     pub(crate) fn as_mut_ptr(&mut self) -> *mut T {

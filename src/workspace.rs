@@ -41,7 +41,15 @@ impl Workspace {
     /// # Errors
     /// [`AttentionError::AllocationFailed`]; the workspace is empty then.
     pub fn reserve<A: Accumulator>(&mut self, plan: &AttentionPlan<A>) -> Result<(), AttentionError> {
-        let needed = plan.workspace_len();
+        self.reserve_len(plan.workspace_len())
+    }
+
+    /// Grows to this many bytes, those of a [`VarlenPlan::workspace_len`](crate::VarlenPlan::workspace_len), say; never
+    /// shrinks.
+    ///
+    /// # Errors
+    /// [`AttentionError::AllocationFailed`]; the workspace is empty then.
+    pub fn reserve_len(&mut self, needed: usize) -> Result<(), AttentionError> {
         if self.bytes.len() < needed {
             // The old contents are of no use: free them first, so that the peak is one buffer.
             self.bytes = AVec::new(ALIGN_BYTES);

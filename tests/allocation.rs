@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head};
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, Element, KvCache,
-    KvCacheShape, Parallelism, TensorViewMut, Workspace, attention_into, bf16, f16,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, CuSeqlens, Element,
+    KvCache, KvCacheShape, Parallelism, PartialAttention, TensorViewMut, VarlenPlan, Workspace, attention_into, bf16,
+    f16,
 };
 
 /// What threads that report to it have allocated.
@@ -173,6 +174,34 @@ fn attention_into_allocates_on_the_first_call_of_a_thread_at_most_for<T: Number,
     }
 }
 
+/// Three packed sequences: decode in chunks, none, prefill.
+fn packed() -> (Problem, [usize; 4], [usize; 4]) {
+    let shape = AttentionShape { num_heads: 4, num_kv_heads: 2, ..one_head(101, 2600, 32, 32) };
+    (Problem::normal(&shape, 1), [0, 1, 1, 101], [0, 2400, 2400, 2600])
+}
+
+#[test]
+fn a_plan_of_packed_sequences_and_a_merge_run_without_allocating() {
+    let (problem, q, k) = packed();
+    for set in instruction_sets() {
+        let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
+        let plan = VarlenPlan::new(&problem.shape(), CuSeqlens::new(&q, &k), &config).unwrap();
+        let mut workspace = Workspace::new();
+        workspace.reserve_len(plan.workspace_len()).unwrap();
+        let [mut out, mut sum] = [(); 2].map(|()| Tensor::<f32>::unwritten(problem.out_shape(), Layout::Bshd));
+        let [mut logsumexp, mut sum_lse] = [(); 2].map(|()| vec![f32::NEG_INFINITY; 4 * 101]);
+        let allocations = allocations_of(|| {
+            let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
+            plan.run(&problem.inputs(), &mut outputs, &mut workspace).unwrap();
+            let partial = PartialAttention::new(out.view(), &logsumexp).unwrap();
+            let mut sum = AttentionOutputs::new(sum.view_mut()).with_logsumexp(&mut sum_lse);
+            partial.add_to(&mut sum).unwrap();
+            PartialAttention::merge_into(&[partial, partial], &mut sum).unwrap();
+        });
+        assert_eq!(allocations, 0, "{set}");
+    }
+}
+
 /// Makes every thread of a pool steal a job from another: what rayon sets up for that, it allocates when a thread first
 /// does.
 #[cfg(feature = "rayon")]
@@ -218,6 +247,20 @@ fn a_plan_inside_a_pool_runs_without_allocating() {
             });
             assert_eq!(allocations, 0, "{set}");
         }
+        let (problem, q, k) = self::packed();
+        let mut out = Tensor::<f32>::unwritten(problem.out_shape(), Layout::Bshd);
+        let allocations = pool.install(|| {
+            let plan = VarlenPlan::new(&problem.shape(), CuSeqlens::new(&q, &k), &config).unwrap();
+            assert_eq!(plan.threads(), 3);
+            let mut workspace = Workspace::new();
+            workspace.reserve_len(plan.workspace_len()).unwrap();
+            let before = meter.allocations();
+            for _ in 0..5 {
+                plan.run(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &mut workspace).unwrap();
+            }
+            meter.allocations() - before
+        });
+        assert_eq!(allocations, 0, "{set}, packed sequences");
     }
     assert!(meter.allocations() > 0, "the pool's threads report to the meter");
 }

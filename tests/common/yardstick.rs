@@ -183,6 +183,11 @@ impl Expected {
         expected
     }
 
+    /// How far the output and the log-sum-exp may be from it, before the output is rounded to a narrower type.
+    pub fn bounds(&self) -> [f64; 2] {
+        [self.out_bound, self.logsumexp_bound]
+    }
+
     /// Error of the output and of the log-sum-exp, as parts of what they may be. An output of a type narrower than the
     /// accumulator may be off by half a unit in its last place more.
     pub fn error_ratios<T: Number>(&self, answer: &Answer<T>) -> [f64; 2] {
