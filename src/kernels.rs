@@ -16,7 +16,7 @@
 //!
 //! Every sum of a tile runs over its whole range in ascending order with one fused multiply-add (or, on the portable sets,
 //! one multiply and one add) a term, whatever the tile: a row's bits depend neither on the tile that computed it nor on
-//! its neighbours. (`row`, for tasks of a few rows, sums in the lanes; there a row is alone in any case.)
+//! its neighbours. (`row`, for tasks of a few rows, sums in the lanes; which rows share a tile there depends on their number alone.)
 
 pub(crate) mod broadcast;
 pub(crate) mod convert;

@@ -23,8 +23,8 @@ pub const SERIAL_BELOW_FLOPS: u64 = 1 << 21;
 /// Q and the accumulators out of L1. Decides the bits, so it is one constant.
 pub(crate) const KV_BLOCK: usize = 192;
 
-/// The same where few rows meet the keys: K of a block stays in L1 until V is multiplied, and the other way round. Small, but
-/// a pass over the accumulators for each.
+/// The same where few rows meet the keys: what of K and V is in use and what is being fetched share L1. At head_dim 128 in f32 a block of K
+/// or of V is 16 KiB. (Blocks of 64 keys were 20 % slower from L3, see benches/results/log.md.)
 pub(crate) const DECODE_KV_BLOCK: usize = 32;
 
 /// Keys of a chunk, where few rows meet many keys, so that one head keeps several threads busy. A constant (up to
@@ -265,7 +265,7 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// ```
     /// with `size` the bytes of an accumulator, 4 or 8, and each of the eight arrays, each chunk and the last summand rounded up to 64 bytes. At most 512 `rows`, and such that Q and
     /// output take at most 1 MiB or one panel. In prefill a `kv_block` is at most 192 keys and `scores` is `panel_rows *
-    /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 64 keys,
+    /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 32 keys,
     /// `scores` is `rows * (kv_block + 16)`, and there are another `rows * round_up(head_dim, 16)`.
     ///
     /// There are several chunks only where at most 256 rows of a KV head meet more than 1024 keys (8 rows) or 1536 keys (more

@@ -101,6 +101,7 @@ fn decode_matches_the_last_rows_of_prefill() {
     }
 }
 
+#[cfg(feature = "rayon")]
 #[test]
 fn split_keys_give_the_same_bits_on_any_number_of_threads() {
     for (q_len, group_size) in [(1, 1), (1, 4), (2, 4), (5, 5), (40, 2)] {
@@ -108,7 +109,7 @@ fn split_keys_give_the_same_bits_on_any_number_of_threads() {
         let problem = normal_problem(&shape, 4);
         for set in instruction_sets().into_iter().take(by_profile(usize::MAX, 1)) {
             let config = AttentionConfig::causal().with_instruction_set(set);
-            let expected = run(&problem, &config.with_parallelism(Parallelism::Serial)).bits();
+            let expected = run(&problem, &config.with_parallelism(fused_attention::Parallelism::Serial)).bits();
             for threads in [1, 2, 3, 8] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let found = pool.install(|| run(&problem, &config)).bits();
@@ -253,6 +254,7 @@ fn nan_in_a_chunk_reaches_exactly_the_rows_that_see_it() {
 }
 
 /// One head still keeps every thread busy (FIELD.md 18): there are more tasks than threads, and they run.
+#[cfg(feature = "rayon")]
 #[test]
 fn one_head_of_many_keys_has_a_task_for_every_thread() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(8).build().unwrap();
