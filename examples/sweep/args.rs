@@ -1,9 +1,12 @@
 //! The command line. Everything that can be refused without running is refused here, with the values in the message.
 
+use std::fmt;
+use std::ops::Range;
+
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use fused_attention::{AttentionConfig, AttentionShape, InstructionSet};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::number::Dtype;
 
@@ -78,9 +81,18 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value = "1", value_parser = size().range(..=1024))]
     pub threads: usize,
 
-    /// Which keys a query sees
-    #[arg(long, value_enum, default_value = "causal")]
+    /// causal, full, window:W (causal, the last W keys, the query's own included) or prefix:N (causal, but every query sees
+    /// the first N keys). Causal masks are aligned bottom-right
+    #[arg(long, value_name = "MASK", value_parser = MaskKind::from_name, default_value = "causal")]
     pub mask: MaskKind,
+
+    #[command(flatten)]
+    pub modifiers: Modifiers,
+
+    /// Prefill: N sequences packed into one tensor, of random lengths from 1 to 2 * --seq-lens - 1 tokens (the same in every
+    /// run) whose mean is --seq-lens
+    #[arg(long, value_name = "N", value_parser = size())]
+    pub varlen: Option<usize>,
 
     /// avx512, avx2, neon, portable, portable-256 or portable-512 [default: what the library chooses]
     #[arg(long, value_name = "NAME", value_parser = InstructionSet::from_name)]
@@ -94,7 +106,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "normal")]
     pub inputs: InputKind,
 
-    /// Also time and check a baseline (f32 only)
+    /// Also time and check a baseline (f32 only, masks but no --softcap, --alibi, --sinks, --bias or --varlen)
     #[arg(long, value_enum)]
     pub compare: Option<Baseline>,
 
@@ -123,13 +135,36 @@ pub enum Mode {
 }
 
 /// Which keys a query sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskKind {
     /// Those up to its own position, aligned bottom-right
     Causal,
     /// All
     Full,
+    /// As causal, the last so many
+    Window(usize),
+    /// As causal, and the first so many always
+    Prefix(usize),
+}
+
+/// What else happens to the scores.
+#[derive(Debug, Clone, Copy, PartialEq, clap::Args, Serialize)]
+pub struct Modifiers {
+    /// Bounds the scores: C * tanh(score / C)
+    #[arg(long, value_name = "C", value_parser = softcap, allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+
+    /// ALiBi with the standard slopes
+    #[arg(long)]
+    pub alibi: bool,
+
+    /// An attention sink for each head
+    #[arg(long)]
+    pub sinks: bool,
+
+    /// An additive bias [1, 1, queries, keys] of --dtype, normal, the same for all heads and batch entries
+    #[arg(long)]
+    pub bias: bool,
 }
 
 /// Order of a tensor's axes in memory, slowest first.
@@ -165,6 +200,7 @@ impl Args {
     /// The shapes in the order in which they run.
     pub fn shapes(&self) -> crate::Result<Vec<AttentionShape>> {
         self.check_mode()?;
+        self.check_combination()?;
         let (num_heads, num_kv_heads) = self.heads();
         if num_heads % num_kv_heads != 0 {
             return Err(format!("--heads {num_heads} cannot be divided among --kv-heads {num_kv_heads}").into());
@@ -220,11 +256,48 @@ impl Args {
         }
     }
 
+    /// Refuses options that say nothing together.
+    fn check_combination(&self) -> crate::Result<()> {
+        let Modifiers { softcap, alibi, sinks, bias } = self.modifiers;
+        let given = [
+            ("--mode decode", self.mode == Mode::Decode),
+            ("--kv-len", self.kv_len.is_some()),
+            ("--batch above 1", self.batch > 1),
+            ("--bias", bias),
+        ];
+        if let (true, Some((option, _))) = (self.varlen.is_some(), given.into_iter().find(|option| option.1)) {
+            return Err(format!(
+                "--varlen does not go with {option}: packed sequences are prompts of their own lengths, in a batch of 1 \
+                 without a bias"
+            )
+            .into());
+        }
+        let given = [
+            ("--softcap", softcap.is_some()),
+            ("--alibi", alibi),
+            ("--sinks", sinks),
+            ("--bias", bias),
+            ("--varlen", self.varlen.is_some()),
+        ];
+        match (self.compare, given.into_iter().find(|option| option.1)) {
+            (Some(Baseline::Unfused), Some((option, _))) => {
+                Err(format!("--compare unfused knows masks only, it does not go with {option}").into())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The library's view of these options; the threads are set later.
     pub fn config(&self) -> AttentionConfig {
         let config = match self.mask {
             MaskKind::Causal => AttentionConfig::causal(),
             MaskKind::Full => AttentionConfig::full(),
+            MaskKind::Window(keys) => AttentionConfig::sliding_window(keys),
+            MaskKind::Prefix(keys) => AttentionConfig::causal().with_prefix_len(keys),
+        };
+        let config = match self.modifiers.softcap {
+            Some(softcap) => config.with_softcap(softcap),
+            None => config,
         };
         match self.instruction_set {
             Some(set) => config.with_instruction_set(set),
@@ -234,24 +307,66 @@ impl Args {
 }
 
 impl MaskKind {
-    /// Keys that query `i` sees: always the first ones.
-    pub fn visible_keys(self, shape: &AttentionShape, i: usize) -> usize {
+    /// `window:W` and `prefix:N` exactly as they are printed, so that rows echo what was asked.
+    fn from_name(text: &str) -> Result<Self, String> {
+        let number = |text: &str| text.parse().ok();
+        let mask = match text.split_once(':') {
+            None if text == "causal" => Some(Self::Causal),
+            None if text == "full" => Some(Self::Full),
+            Some(("window", keys)) => number(keys).filter(|&keys| keys > 0).map(Self::Window),
+            Some(("prefix", keys)) => number(keys).map(Self::Prefix),
+            _ => None,
+        };
+        mask.filter(|mask| mask.to_string() == text)
+            .ok_or_else(|| "not causal, full, window:W (W at least 1) or prefix:N, in plain digits".into())
+    }
+
+    /// Keys that query `i` sees: the mask makes one range of them.
+    pub fn visible_keys(self, shape: &AttentionShape, i: usize) -> Range<usize> {
+        let causal_end = (i + 1 + shape.kv_len).saturating_sub(shape.q_len).min(shape.kv_len);
         match self {
-            Self::Causal => (i + 1 + shape.kv_len).saturating_sub(shape.q_len).min(shape.kv_len),
-            Self::Full => shape.kv_len,
+            Self::Causal => 0..causal_end,
+            Self::Full => 0..shape.kv_len,
+            Self::Window(keys) => causal_end.saturating_sub(keys)..causal_end,
+            Self::Prefix(keys) => 0..causal_end.max(keys.min(shape.kv_len)),
         }
     }
 
     /// Floating-point operations that the visible scores of all heads take.
     pub fn visible_flops(self, shape: &AttentionShape) -> u64 {
-        let scores: usize = (0..shape.q_len).map(|i| self.visible_keys(shape, i)).sum();
+        let scores: usize = (0..shape.q_len).map(|i| self.visible_keys(shape, i).len()).sum();
         2 * ((shape.head_dim + shape.value_dim) * scores * shape.batch * shape.num_heads) as u64
+    }
+}
+
+impl fmt::Display for MaskKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Causal => write!(f, "causal"),
+            Self::Full => write!(f, "full"),
+            Self::Window(keys) => write!(f, "window:{keys}"),
+            Self::Prefix(keys) => write!(f, "prefix:{keys}"),
+        }
+    }
+}
+
+impl Serialize for MaskKind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 
 /// Sizes of nothing make no benchmark.
 fn size() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..)
+}
+
+fn softcap(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(softcap) if softcap > 0.0 && f64::is_finite(softcap) => Ok(softcap),
+        Ok(softcap) => Err(format!("{softcap} is not above 0 and finite")),
+        Err(_) => Err("not a number".into()),
+    }
 }
 
 fn seconds(text: &str) -> Result<f64, String> {

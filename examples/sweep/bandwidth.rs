@@ -24,8 +24,8 @@ pub struct Bandwidth<'a> {
 }
 
 impl<'a> Bandwidth<'a> {
-    /// Of the bytes of both tensors. Reads with the best instructions of the CPU, whatever attention uses.
-    pub fn new<T: Number>(tensors: [&'a [T]; 2], threads: &'a Threads) -> Self {
+    /// Of the bytes of all these. Reads with the best instructions of the CPU, whatever attention uses.
+    pub fn new<T: Number>(tensors: impl IntoIterator<Item = &'a [T]>, threads: &'a Threads) -> Self {
         let parts = tensors.into_iter().flat_map(|tensor| bytes_of(tensor).chunks(PART_BYTES));
         Self { threads, instruction_set: InstructionSet::detect(), parts: parts.collect(), samples: 0 }
     }

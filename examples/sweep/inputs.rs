@@ -3,19 +3,23 @@
 
 use std::f64::consts::TAU;
 
-use fused_attention::{AttentionError, AttentionInputs, AttentionShape, TensorView, TensorViewMut};
+use fused_attention::{AttentionError, AttentionInputs, AttentionShape, TensorView, TensorViewMut, alibi_slopes};
 
-use crate::args::{InputKind, Layout};
+use crate::args::{InputKind, Layout, Modifiers};
 use crate::memory::{Memory, Pages, filled};
 use crate::number::Number;
 
-/// Q, K and V of one shape.
+/// Q, K and V of one shape, and what changes their scores.
 pub struct Tensors<T, K = T> {
     layout: Layout,
     shape: AttentionShape,
     q: Memory<T>,
     k: Memory<K>,
     v: Memory<K>,
+    /// `[1, 1, q_len, kv_len]`.
+    bias: Option<Memory<T>>,
+    alibi_slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
 }
 
 impl<T: Number, K: Number> Tensors<T, K> {
@@ -39,21 +43,64 @@ impl<T: Number, K: Number> Tensors<T, K> {
             q: tensor(1, layout, q_shape, Pages::Plain, fill_q_k(false))?,
             k: tensor(2, layout, k_shape, kv_pages, fill_q_k(true))?,
             v: tensor(3, layout, v_shape, kv_pages, fill_v)?,
+            bias: None,
+            alibi_slopes: None,
+            sinks: None,
         })
+    }
+
+    /// Adds what the modifiers read. A sink weighs as much as some keys with high scores.
+    pub fn with_modifiers(mut self, modifiers: &Modifiers) -> crate::Result<Self> {
+        let AttentionShape { num_heads, q_len, kv_len, .. } = self.shape;
+        if modifiers.bias {
+            let fill = |seed: u64, _: usize, row: &mut [f64]| fill_normal(seed, row);
+            self.bias = Some(tensor(4, Layout::Bhsd, [1, 1, q_len, kv_len], Pages::Plain, fill)?);
+        }
+        self.alibi_slopes = modifiers.alibi.then(|| alibi_slopes(num_heads));
+        self.sinks = modifiers.sinks.then(|| {
+            let mut normal = vec![0.0; num_heads];
+            fill_normal(5 << 56, &mut normal);
+            normal.into_iter().map(|x| (x + 2.0) as f32).collect()
+        });
+        Ok(self)
     }
 
     pub fn inputs(&self) -> Result<AttentionInputs<'_, T, K>, AttentionError> {
         let AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim } = self.shape;
-        Ok(AttentionInputs::new(
+        let mut inputs = AttentionInputs::new(
             view(self.layout, &self.q, [batch, num_heads, q_len, head_dim])?,
             view(self.layout, &self.k, [batch, num_kv_heads, kv_len, head_dim])?,
             view(self.layout, &self.v, [batch, num_kv_heads, kv_len, value_dim])?,
-        ))
+        );
+        if let Some(bias) = &self.bias {
+            inputs = inputs.with_bias(TensorView::from_bhsd(bias, [1, 1, q_len, kv_len])?);
+        }
+        if let Some(slopes) = &self.alibi_slopes {
+            inputs = inputs.with_alibi_slopes(slopes);
+        }
+        if let Some(sinks) = &self.sinks {
+            inputs = inputs.with_sinks(sinks);
+        }
+        Ok(inputs)
     }
 
     /// The memory of K and of V.
     pub fn keys_and_values(&self) -> [&[K]; 2] {
         [&self.k, &self.v]
+    }
+
+    /// The memory of K and of V from key `first` on.
+    pub fn keys_and_values_from(&self, first: usize) -> Vec<&[K]> {
+        let AttentionShape { num_kv_heads, kv_len, head_dim, value_dim, .. } = self.shape;
+        if first == 0 {
+            return self.keys_and_values().into();
+        }
+        let key_heads = if self.layout == Layout::Bshd { num_kv_heads } else { 1 };
+        let tails = |tensor, dim| {
+            let key_len = key_heads * dim;
+            <[K]>::chunks_exact(tensor, kv_len * key_len).map(move |keys| &keys[first * key_len..])
+        };
+        tails(&self.k, head_dim).chain(tails(&self.v, value_dim)).collect()
     }
 
     /// Memory for an output, NaN wherever nothing writes.
@@ -142,6 +189,26 @@ fn fill_ascending(key: Option<(usize, usize)>, row: &mut [f64]) {
         let sign = if mix(p as u64) & 1 == 0 { 1.0 } else { -1.0 };
         *x = slope * sign + noise * *x;
     }
+}
+
+/// Where packed sequences begin and end: `sequences` of 1 to `2 * mean_len - 1` tokens, uniformly, of this mean exactly.
+pub fn packed_offsets(sequences: usize, mean_len: usize) -> crate::Result<Vec<usize>> {
+    let too_long = || format!("no memory for {sequences} sequences of {mean_len} tokens");
+    sequences.checked_mul(mean_len).ok_or_else(too_long)?;
+    let mut random = SplitMix64(mix(6 << 56));
+    let mut offsets = Vec::new();
+    offsets.try_reserve_exact(sequences + 1).map_err(|_| too_long())?;
+    offsets.push(0);
+    for i in 0..sequences {
+        // The second of two is as much longer than the mean as the first is shorter, so that both end where two of the mean do.
+        let is_first_of_two = i % 2 == 0 && i + 1 < sequences;
+        offsets.push(if is_first_of_two {
+            i * mean_len + (random.unit() * (2 * mean_len - 1) as f64).ceil() as usize
+        } else {
+            (i + 1) * mean_len
+        });
+    }
+    Ok(offsets)
 }
 
 /// Steele, Lea and Flood, *Fast splittable pseudorandom number generators* (2014).

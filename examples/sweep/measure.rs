@@ -4,13 +4,13 @@ use std::any::Any;
 use std::time::Instant;
 
 use fused_attention::{
-    AttentionConfig, AttentionOutputs, AttentionPlan, AttentionShape, Element, InstructionSet, attention_into, bf16,
-    f16,
+    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, CuSeqlens,
+    Element, InstructionSet, VarlenPlan, attention_into, attention_varlen_into, bf16, f16,
 };
 
-use crate::args::{Args, Baseline, Mode};
+use crate::args::{Args, Baseline, MaskKind, Mode};
 use crate::bandwidth::Bandwidth;
-use crate::inputs::{Tensors, view, view_mut};
+use crate::inputs::{Tensors, packed_offsets, view, view_mut};
 use crate::memory::{Pages, filled};
 use crate::number::{Dtype, Number};
 use crate::peak::Peak;
@@ -81,22 +81,22 @@ where
     T: Element + Number,
     K: Element<Acc = T::Acc> + Number,
 {
-    let Args { mode, layout, mask, inputs: kind, repeat_seconds, compare, .. } = *sweep.args;
-    let config = sweep.config();
-    let plan = AttentionPlan::<T::Acc>::with_accumulator(shape, &config)?;
+    let Args { mode, layout, mask, modifiers, varlen, inputs: kind, repeat_seconds, compare, .. } = *sweep.args;
+    let call = CallOf::new(sweep, shape)?;
+    let workspace_bytes = call.workspace_len::<T>()?;
 
     phase("inputs");
     let kv_pages = if mode == Mode::Decode { Pages::Huge } else { Pages::Plain };
-    let tensors = Tensors::<T, K>::new(shape, layout, kind, kv_pages)?;
+    let tensors = Tensors::<T, K>::new(&call.shape, layout, kind, kv_pages)?.with_modifiers(&modifiers)?;
     let inputs = tensors.inputs()?;
     let mut out = tensors.new_output()?;
     let mut unfused_out = Vec::<f32>::new();
 
     phase("timing");
-    let times = time(sweep, shape, &tensors, &mut out, &mut unfused_out)?;
+    let times = time(sweep, &call, &tensors, &mut out, &mut unfused_out)?;
 
     phase("verifying");
-    let reference = Reference::new(&inputs, &config)?;
+    let reference = call.reference(&inputs)?;
     let tolerance = tolerance(&tensors, shape);
     let is_wrong = |name: &'static str| move |error: String| format!("{name} {error}, in {shape:?}");
     let out = view(layout, &out, tensors.output_shape())?;
@@ -109,10 +109,11 @@ where
         }
     };
 
-    let visible_flops = mask.visible_flops(shape);
+    let visible_flops = call.visible_flops(mask);
     let gflops = visible_flops as f64 / times.ours / 1e9;
     let memory = times.read.map(|read| {
-        let kv_bytes = tensors.keys_and_values().map(size_of_val).iter().sum();
+        let visible = tensors.keys_and_values_from(call.first_key(mask));
+        let kv_bytes = visible.into_iter().map(size_of_val).sum();
         let kv_gbytes_per_second = kv_bytes as f64 / times.ours / 1e9;
         let read_gbytes_per_second = 1.0 / read;
         let fraction_of_bandwidth = kv_gbytes_per_second / read_gbytes_per_second;
@@ -126,6 +127,8 @@ where
         layout,
         inputs: kind,
         mask,
+        modifiers,
+        varlen,
         batch: shape.batch,
         num_heads: shape.num_heads,
         num_kv_heads: shape.num_kv_heads,
@@ -144,10 +147,73 @@ where
         memory,
         max_abs_error,
         verified_rows: reference.len(),
-        workspace_bytes: plan.workspace_len(),
+        workspace_bytes,
         unfused_seconds: times.unfused,
         unfused_max_abs_error,
     })
+}
+
+/// One shape's call: a batch, or packed sequences.
+struct CallOf {
+    /// Of the tensors.
+    shape: AttentionShape,
+    config: AttentionConfig,
+    /// Where packed sequences begin and end.
+    offsets: Option<Vec<usize>>,
+}
+
+impl CallOf {
+    /// With packed sequences, `shape` is one of the mean length.
+    fn new(sweep: &Sweep<'_>, shape: &AttentionShape) -> crate::Result<Self> {
+        let offsets = sweep.args.varlen.map(|sequences| packed_offsets(sequences, shape.q_len)).transpose()?;
+        let shape = match offsets.as_ref().and_then(|offsets| offsets.last()) {
+            Some(&tokens) => AttentionShape { q_len: tokens, kv_len: tokens, ..*shape },
+            None => *shape,
+        };
+        Ok(Self { shape, config: sweep.config(), offsets })
+    }
+
+    fn workspace_len<T: Element>(&self) -> Result<usize, AttentionError> {
+        Ok(match &self.offsets {
+            None => AttentionPlan::<T::Acc>::with_accumulator(&self.shape, &self.config)?.workspace_len(),
+            Some(offsets) => {
+                let cu_seqlens = CuSeqlens::same(offsets);
+                VarlenPlan::<T::Acc>::with_accumulator(&self.shape, cu_seqlens, &self.config)?.workspace_len()
+            }
+        })
+    }
+
+    fn run<T: Element, K: Element<Acc = T::Acc>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &mut AttentionOutputs<'_, T>,
+    ) -> Result<(), AttentionError> {
+        match &self.offsets {
+            None => attention_into(inputs, outputs, &self.config),
+            Some(offsets) => attention_varlen_into(inputs, outputs, CuSeqlens::same(offsets), &self.config),
+        }
+    }
+
+    fn reference<T: Element, K: Element<Acc = T::Acc>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+    ) -> Result<Reference, AttentionError> {
+        match &self.offsets {
+            None => Reference::new(inputs, &self.config),
+            Some(offsets) => Reference::of_packed(inputs, &self.config, offsets),
+        }
+    }
+
+    fn visible_flops(&self, mask: MaskKind) -> u64 {
+        let Some(offsets) = &self.offsets else { return mask.visible_flops(&self.shape) };
+        let of_len = |len| mask.visible_flops(&AttentionShape { q_len: len, kv_len: len, ..self.shape });
+        offsets.windows(2).map(|ends| of_len(ends[1] - ends[0])).sum()
+    }
+
+    /// The first key that any query sees. All behind it are seen.
+    fn first_key(&self, mask: MaskKind) -> usize {
+        mask.visible_keys(&self.shape, 0).start
+    }
 }
 
 /// The best that each contender reached: seconds of a call, of a GFLOP, of a GB, of a call.
@@ -161,7 +227,7 @@ struct Times {
 /// Times all contenders in turns. Leaves the output of attention in `out` and of the baseline in `unfused_out`.
 fn time<T, K>(
     sweep: &Sweep<'_>,
-    shape: &AttentionShape,
+    call: &CallOf,
     tensors: &Tensors<T, K>,
     out: &mut [T],
     unfused_out: &mut Vec<f32>,
@@ -171,15 +237,14 @@ where
     K: Element<Acc = T::Acc> + Number,
 {
     let Args { mode, layout, mask, repeat_seconds, compare, .. } = *sweep.args;
-    let config = sweep.config();
     let inputs = tensors.inputs()?;
     let mut outputs = AttentionOutputs::new(view_mut(layout, out, tensors.output_shape())?);
-    attention_into(&inputs, &mut outputs, &config)?;
-    let call = || attention_into(&inputs, &mut outputs, &config).expect("the same call succeeded before");
-    let mut ours = Contender::new(in_samples(call));
+    call.run(&inputs, &mut outputs)?;
+    let again = || call.run(&inputs, &mut outputs).expect("the same call succeeded before");
+    let mut ours = Contender::new(in_samples(again));
     let mut peak = Contender::new(|| 1.0 / sweep.peak.sample());
     let mut read = (mode == Mode::Decode).then(|| {
-        let mut bandwidth = Bandwidth::new(tensors.keys_and_values(), sweep.threads);
+        let mut bandwidth = Bandwidth::new(tensors.keys_and_values_from(call.first_key(mask)), sweep.threads);
         Contender::new(move || 1.0 / bandwidth.sample())
     });
     let mut unfused = match compare {
@@ -188,7 +253,7 @@ where
             let tensors =
                 (tensors as &dyn Any).downcast_ref::<Tensors<f32>>().ok_or("--compare unfused is f32 only")?;
             *unfused_out = filled(tensors.output_shape(), f32::NAN)?;
-            let mut unfused = Unfused::new(shape, mask, sweep.instruction_set, sweep.threads)?;
+            let mut unfused = Unfused::new(&call.shape, mask, sweep.instruction_set, sweep.threads)?;
             let inputs = tensors.inputs()?;
             let run = move || unfused.run(&inputs, unfused_out, layout).expect("the output was made for it");
             Some(Contender::new(in_samples(run)))

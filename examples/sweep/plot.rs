@@ -60,6 +60,7 @@ pub fn svg(title: &str, rows: &[Row]) -> crate::Result<String> {
     let is_decode = rows.iter().any(|row| row.mode == Mode::Decode);
     let x_desc = match rows.iter().find(|row| row.kv_len != row.q_len) {
         _ if is_decode => "keys".to_owned(),
+        _ if rows.iter().any(|row| row.varlen.is_some()) => "tokens of a sequence, in the mean".to_owned(),
         Some(row) => format!("queries (of {} keys)", row.kv_len),
         None => "queries = keys".to_owned(),
     };

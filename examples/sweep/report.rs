@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::args::{Args, Baseline, InputKind, Layout, MaskKind, Mode};
+use crate::args::{Args, Baseline, InputKind, Layout, MaskKind, Mode, Modifiers};
 use crate::number::Dtype;
 
 /// Everything that one measurement was made with, and what came out.
@@ -15,6 +15,10 @@ pub struct Row {
     pub layout: Layout,
     pub inputs: InputKind,
     pub mask: MaskKind,
+    #[serde(flatten)]
+    pub modifiers: Modifiers,
+    /// Packed sequences, of `q_len` tokens in the mean.
+    pub varlen: Option<usize>,
     pub batch: usize,
     pub num_heads: usize,
     pub num_kv_heads: usize,
@@ -73,14 +77,15 @@ impl Row {
             (Mode::Decode, q_len) => format!(", {q_len} queries"),
         };
         format!(
-            "{} {}, {}{kv_dtype}, {instruction_set}, batch {batch}, {heads} head{}, {kv_heads} of KV{queries}, {}, {} inputs, \
+            "{} {}, {}{kv_dtype}, {instruction_set}, batch {batch}, {heads} head{}, {kv_heads} of KV{queries}, {}, {} inputs{}, \
              {threads} thread{}",
-            name(&args.mask),
+            args.mask,
             if mode == Mode::Decode { "decode" } else { "attention" },
             dtype.name(),
             plural(heads),
             name(&args.layout),
             name(&args.inputs),
+            modifiers(args),
             plural(threads),
         )
     }
@@ -128,4 +133,18 @@ impl Row {
         }
         line
     }
+}
+
+/// Those given, each behind a comma.
+fn modifiers(args: &Args) -> String {
+    let Modifiers { softcap, alibi, sinks, bias } = args.modifiers;
+    let flag = |is_given: bool, name: &str| is_given.then(|| name.to_owned());
+    let given = [
+        softcap.map(|softcap| format!("softcap {softcap}")),
+        flag(alibi, "ALiBi"),
+        flag(sinks, "sinks"),
+        flag(bias, "bias"),
+        args.varlen.map(|sequences| format!("{sequences} packed sequences of random lengths")),
+    ];
+    given.into_iter().flatten().map(|name| format!(", {name}")).collect()
 }

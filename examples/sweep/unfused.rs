@@ -13,6 +13,8 @@
 // gemm takes raw pointers, and heads interleaved in memory (bshd) are written from several threads.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
+
 use fused_attention::{AttentionError, AttentionInputs, AttentionShape, InstructionSet};
 use pulp::{Simd, WithSimd};
 
@@ -219,9 +221,10 @@ impl WithSimd for Softmax<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         for (row, scores) in self.scores.chunks_exact_mut(self.shape.kv_len).enumerate() {
-            let visible = self.mask.visible_keys(self.shape, self.first_query + row);
-            let (visible, hidden) = scores.split_at_mut(visible);
-            hidden.fill(0.0);
+            let Range { start, end } = self.mask.visible_keys(self.shape, self.first_query + row);
+            scores[..start].fill(0.0);
+            scores[end..].fill(0.0);
+            let visible = &mut scores[start..end];
             let max = fold_lanes(visible, f32::NEG_INFINITY, |max, x| if x > max { x } else { max });
             for x in visible.iter_mut() {
                 *x = (*x - max).exp();

@@ -28,6 +28,36 @@ impl Reference {
         Ok(Self { rows: rows.collect::<Result<_, _>>()? })
     }
 
+    /// Of packed sequences that begin and end at these offsets, in queries and keys: each on its own. The first and the last
+    /// row of each sequence are among them.
+    pub fn of_packed<T: Element, K: Element<Acc = T::Acc>>(
+        inputs: &AttentionInputs<'_, T, K>,
+        config: &AttentionConfig,
+        offsets: &[usize],
+    ) -> Result<Self, AttentionError> {
+        let shape = AttentionShape::of(inputs)?;
+        let lens = || offsets.windows(2).map(|ends| ends[1] - ends[0]);
+        let mut rows = rows_to_check(&AttentionShape { kv_len: lens().max().unwrap_or(1), ..shape });
+        let ends = offsets.windows(2).enumerate().flat_map(|(sequence, ends)| {
+            let head = |row: usize| (2 * sequence + row) % shape.num_heads;
+            [[0, head(0), ends[0]], [0, head(1), ends[1] - 1]]
+        });
+        rows.extend(ends);
+        rows.sort_unstable();
+        rows.dedup();
+        let expected = |[batch, head, query]: [usize; 3]| {
+            let sequence = offsets.partition_point(|&start| start <= query) - 1;
+            let (start, end) = (offsets[sequence], offsets[sequence + 1]);
+            let mut inputs = *inputs;
+            inputs.q = inputs.q.seq_range(start..end)?;
+            inputs.k = inputs.k.seq_range(start..end)?;
+            inputs.v = inputs.v.seq_range(start..end)?;
+            Ok(reference::attention_row(&inputs, config, [batch, head, query - start])?.0)
+        };
+        let rows = rows.into_iter().map(|row| Ok((row, expected(row)?)));
+        Ok(Self { rows: rows.collect::<Result<_, _>>()? })
+    }
+
     /// How many rows it knows.
     pub fn len(&self) -> usize {
         self.rows.len()
