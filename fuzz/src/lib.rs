@@ -17,6 +17,7 @@ pub trait Number: Element<Acc: Real> + PartialEq {
     /// The same for subnormal numbers, absolute.
     const SMALLEST_ROUNDING: f64;
 
+    /// The nearest number to `value` in f32 (or f64). Not `half`'s own conversion from f64, which drops the lower half of the bits.
     fn rounded(value: f64) -> Self;
     fn from_low_bits(bits: u64) -> Self;
     fn bits(self) -> u64;
@@ -56,8 +57,8 @@ macro_rules! number {
 
 number!(f32, u32, CANARY, 0.0, 0.0, |value| value as f32);
 number!(f64, u64, 0xffed_cafe_dead_beef, 0.0, 0.0, |value| value);
-number!(f16, u16, 0xfeed, 1.0 / 2048.0, 1.0 / (1u64 << 25) as f64, f16::from_f64);
-number!(bf16, u16, 0xffed, 1.0 / 256.0, 1e-40, bf16::from_f64);
+number!(f16, u16, 0xfeed, 1.0 / 2048.0, 1.0 / (1u64 << 25) as f64, |value| f16::from_f32(value as f32));
+number!(bf16, u16, 0xffed, 1.0 / 256.0, 1e-40, |value| bf16::from_f32(value as f32));
 
 macro_rules! real {
     ($real:ident) => {
