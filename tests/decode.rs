@@ -132,6 +132,31 @@ fn a_row_that_sees_nothing_in_a_chunk_is_right() {
     }
 }
 
+/// The merge subtracts the largest maximum of all chunks: relative to another one, the weight of such a chunk is infinite.
+#[test]
+fn a_chunk_of_far_larger_scores_takes_all_the_weight() {
+    for (rows, chunk) in [(1, CHUNKS[0]), (4, CHUNKS[0]), (20, CHUNKS[1])] {
+        for heaviest in 0..3 {
+            let by_chunk =
+                |heavy, light| move |[_, _, key, _]: [usize; 4]| if key / chunk == heaviest { heavy } else { light };
+            let problem = Problem::new(
+                Tensor::from_fn([1, 1, rows, 1], Layout::Bhsd, |_| 1.0),
+                Tensor::from_fn([1, 1, 3 * chunk, 1], Layout::Bhsd, by_chunk(1000.0, 0.0)),
+                Tensor::from_fn([1, 1, 3 * chunk, 1], Layout::Bhsd, by_chunk(2.0, -7.0)),
+            );
+            for set in instruction_sets() {
+                let answer = run_on(set, &problem, &AttentionConfig::full());
+                for row in 0..rows {
+                    let (out, logsumexp) = answer.row([0, 0, row]);
+                    let expected = 1000.0 + (chunk as f32).ln();
+                    assert!((out[0] - 2.0).abs() < 1e-5, "{set} {rows} {heaviest}: {}", out[0]);
+                    assert!((logsumexp - expected).abs() < 1e-3, "{set} {rows} {heaviest}: {logsumexp} {expected}");
+                }
+            }
+        }
+    }
+}
+
 fn run_with_lens(problem: &Problem, kv_lens: &[usize], config: &AttentionConfig) -> Answer {
     let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
     let [batch, heads, q_len, _] = problem.out_shape();

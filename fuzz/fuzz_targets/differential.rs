@@ -1,22 +1,29 @@
 //! Small calls on every instruction set against the reference in f64.
 //!
-//! The bound is that of the test suite, `2 * err(unfused f32) + 8 * eps * max|V|`, plus the roundings that each sum may make (half an
-//! ulp of every partial sum): a fuzzer finds the inputs on which the unfused version happens to make no error at all,
-//! and those where all errors point the same way.
+//! The bound is that of the test suite, `2 * err(unfused) + 8 * eps * max|V|` in the accumulator's type, plus the roundings that each
+//! sum may make (half an ulp of every partial sum): a fuzzer finds the inputs on which the unfused version happens to make no error at
+//! all, and those where all errors point the same way. An output of 16 bits is rounded once more. In f64 the reference makes the same
+//! errors again.
 
 #![no_main]
 
 use arbitrary::Arbitrary;
 use fused_attention::reference;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, CausalAlignment, Mask, TensorView,
-    TensorViewMut, attention_into,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask,
+    TensorView, TensorViewMut, attention_into, bf16, f16,
 };
-use fused_attention_fuzz::{CANARY, Masked, Memory, instruction_sets, offsets, reach};
+use fused_attention_fuzz::{Masked, Memory, Number, Real, instruction_sets, offsets, reach};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
 struct Case {
+    /// Of Q and the output, and of K and V.
+    types: u8,
+    /// Few rows against so many keys that they are cut into chunks.
+    is_long: bool,
+    left_padding: bool,
+    kv_lens: Option<[u16; 2]>,
     batch: u8,
     num_kv_heads: u8,
     group_size: u8,
@@ -43,13 +50,14 @@ struct Special {
 }
 
 impl Special {
-    fn value(self) -> f32 {
+    fn value<T: Number>(self) -> T {
+        let infinity = T::rounded(f64::INFINITY).bits();
         match self.kind % 4 {
-            0 => f32::INFINITY,
-            1 => f32::NEG_INFINITY,
-            2 => 0.0,
-            // Any NaN: exponent all ones, some bit below it. Not the canary.
-            _ => f32::from_bits(((self.payload | 0x7f80_0000) & !CANARY) | 0x7f80_0001),
+            0 => T::from_low_bits(infinity),
+            1 => T::rounded(f64::NEG_INFINITY),
+            2 => T::rounded(0.0),
+            // Any NaN: exponent all ones, some bit below it.
+            _ => T::from_low_bits(u64::from(self.payload) << 32 >> self.payload % 33 | infinity | 1),
         }
     }
 }
@@ -57,16 +65,16 @@ impl Special {
 const SCALES: [f64; 8] = [0.0, 0.125, 0.5, 1.0, 2.5, -0.125, -1.0, 1e-3];
 
 /// A tensor over its own memory, of which nothing lies past the last element.
-struct Tensor {
-    data: Box<[f32]>,
+struct Tensor<T> {
+    data: Box<[T]>,
     shape: [usize; 4],
     strides: [usize; 4],
 }
 
-impl Tensor {
-    fn new(shape: [usize; 4], strides: Option<[usize; 4]>, mut value: impl FnMut([usize; 4]) -> f32) -> Option<Self> {
+impl<T: Number> Tensor<T> {
+    fn new(shape: [usize; 4], strides: Option<[usize; 4]>, mut value: impl FnMut([usize; 4]) -> T) -> Option<Self> {
         let strides = strides?;
-        let mut data = vec![f32::from_bits(CANARY); reach(shape, strides)?].into_boxed_slice();
+        let mut data = vec![T::CANARY; reach(shape, strides)?].into_boxed_slice();
         let [_, heads, len, dims] = shape;
         for (i, offset) in offsets(shape, strides).enumerate() {
             data[offset] = value([i / dims / len / heads, i / dims / len % heads, i / dims % len, i % dims]);
@@ -75,77 +83,86 @@ impl Tensor {
     }
 
     /// Contiguous, in logical order.
-    fn values(&self) -> Vec<f32> {
-        offsets(self.shape, self.strides).map(|offset| self.data[offset]).collect()
+    fn values(&self) -> Vec<T::Acc> {
+        offsets(self.shape, self.strides).map(|offset| self.data[offset].to_acc()).collect()
     }
 
-    fn view(&self) -> TensorView<'_, f32> {
+    fn view(&self) -> TensorView<'_, T> {
         TensorView::with_strides(&self.data, self.shape, self.strides).expect("large enough by construction")
     }
 }
 
 /// xorshift64*, to about N(0, 1) in steps of 1/64: the sum of four uniform numbers.
-fn normal(state: &mut u64) -> f32 {
+fn normal(state: &mut u64) -> f64 {
     *state ^= *state >> 12;
     *state ^= *state << 25;
     *state ^= *state >> 27;
     let bytes = state.wrapping_mul(0x2545_f491_4f6c_dd1d).to_be_bytes();
-    (bytes[..4].iter().map(|&byte| i32::from(byte)).sum::<i32>() - 510) as f32 / 148.0
+    (bytes[..4].iter().map(|&byte| i32::from(byte)).sum::<i32>() - 510) as f64 / 148.0
 }
 
 fuzz_target!(|case: Case| {
-    run(&case);
+    match case.types % 10 {
+        0 => run::<f32, f32>(&case),
+        1 => run::<f32, f16>(&case),
+        2 => run::<f32, bf16>(&case),
+        3 => run::<f16, f16>(&case),
+        4 => run::<bf16, bf16>(&case),
+        5 => run::<f16, f32>(&case),
+        6 => run::<bf16, f32>(&case),
+        7 => run::<f16, bf16>(&case),
+        8 => run::<bf16, f16>(&case),
+        _ => run::<f64, f64>(&case),
+    };
 });
 
-fn run(case: &Case) -> Option<()> {
+fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> {
     let batch = usize::from(case.batch % 3);
     let num_kv_heads = usize::from(case.num_kv_heads % 3);
     let num_heads = num_kv_heads * usize::from(1 + case.group_size % 5);
     // Mostly small dims, so that long sequences stay cheap; every tile height and tail occurs.
-    let head_dim = usize::from(1 + case.head_dim % if case.head_dim & 0x80 == 0 { 20 } else { 100 });
-    let value_dim = usize::from(case.value_dim % if case.value_dim & 0x80 == 0 { 20 } else { 100 });
+    let dim = |dim: u8| usize::from(dim % if dim & 0x80 == 0 { 20 } else { 100 });
+    let [mut head_dim, mut value_dim] = [1 + dim(case.head_dim), dim(case.value_dim)];
     let mut q_len = usize::from(case.q_len % 80);
     let mut kv_len = usize::from(case.kv_len % 500);
-    while batch * num_heads * q_len * kv_len * (head_dim + value_dim) > 1 << 16 {
-        if q_len > 4 { q_len /= 2 } else { kv_len /= 2 }
+    let mut most_work = 1 << 16;
+    if case.is_long {
+        (head_dim, value_dim) = (1 + head_dim % 9, value_dim % 9);
+        (q_len, kv_len) = (q_len % 33, usize::from(case.kv_len % 2500));
+        most_work = 1 << 17;
     }
+    while batch * num_heads * q_len * kv_len * (head_dim + value_dim) > most_work {
+        if q_len > if case.is_long { 1 } else { 4 } { q_len /= 2 } else { kv_len /= 2 }
+    }
+    let kv_lens = case.kv_lens.map(|lens| lens.map(|len| usize::from(len) % (kv_len + 1)));
 
     let mut config = case.masked.config();
     if let Some(choice) = case.scale {
         config = config.with_softmax_scale(SCALES[usize::from(choice) % SCALES.len()]);
     }
+    if case.left_padding {
+        config = config.with_kv_padding(KvPadding::Left);
+    }
     let mut state = case.seed | 1;
-    let mut tensor = |which: usize, shape: [usize; 4]| {
-        let strides = case.memory[which].input_strides(shape);
-        let mut tensor = Tensor::new(shape, strides, |[_, _, position, dim]| match (case.ascending, which, dim) {
-            (true, 0, 0) => 1.0,
-            (true, 1, 0) => position as f32 / 4.0,
-            _ => normal(&mut state),
-        })?;
-        for special in case.specials.iter().flatten().filter(|special| usize::from(special.tensor % 3) == which) {
-            let len = tensor.data.len();
-            if len > 0 {
-                tensor.data[special.place as usize % len] = special.value();
-            }
-        }
-        Some(tensor)
-    };
-    let q = tensor(0, [batch, num_heads, q_len, head_dim])?;
-    let k = tensor(1, [batch, num_kv_heads, kv_len, head_dim])?;
-    let v = tensor(2, [batch, num_kv_heads, kv_len, value_dim])?;
-    let inputs = AttentionInputs::new(q.view(), k.view(), v.view());
+    let q = tensor::<T>(case, &mut state, 0, [batch, num_heads, q_len, head_dim])?;
+    let k = tensor::<K>(case, &mut state, 1, [batch, num_kv_heads, kv_len, head_dim])?;
+    let v = tensor::<K>(case, &mut state, 2, [batch, num_kv_heads, kv_len, value_dim])?;
+    let mut inputs = AttentionInputs::new(q.view(), k.view(), v.view());
+    if let Some(kv_lens) = &kv_lens {
+        inputs = inputs.with_kv_lens(&kv_lens[..batch]);
+    }
     let shape = AttentionShape::of(&inputs).expect("the sizes agree");
 
     let reference = reference::attention(&inputs, &config).expect("a valid call");
-    let contiguous = [&q, &k, &v].map(Tensor::values);
-    let rows: Vec<Row> =
-        (0..batch * num_heads * q_len).map(|row| Row::new(&contiguous, &config, &shape, row)).collect();
+    let contiguous = [q.values(), k.values(), v.values()];
+    let rows: Vec<Row<T::Acc>> =
+        (0..batch * num_heads * q_len).map(|row| Row::new(&contiguous, &config, &shape, inputs.kv_lens, row)).collect();
 
     let out_shape = [batch, num_heads, q_len, value_dim];
     let strides = case.memory[3].strides(out_shape);
     for set in instruction_sets() {
-        let mut out = Tensor::new(out_shape, strides, |_| f32::from_bits(CANARY))?;
-        let mut logsumexp = vec![f32::from_bits(CANARY); batch * num_heads * q_len];
+        let mut out = Tensor::new(out_shape, strides, |_| T::CANARY)?;
+        let mut logsumexp = vec![T::Acc::NAN; batch * num_heads * q_len];
         let view = TensorViewMut::with_strides(&mut out.data, out_shape, out.strides).expect("distinct elements");
         let mut outputs = AttentionOutputs::new(view).with_logsumexp(&mut logsumexp);
         attention_into(&inputs, &mut outputs, &config.with_instruction_set(set)).expect("a valid call");
@@ -154,9 +171,10 @@ fn run(case: &Case) -> Option<()> {
         for (i, offset) in offsets(out_shape, out.strides).enumerate() {
             is_gap[offset] = false;
             let row = &rows[i / value_dim];
-            let (found, expected) = (f64::from(out.data[offset]), reference.out[i]);
-            let unfused_error = (f64::from(row.unfused[i % value_dim]) - expected).abs();
+            let (found, expected) = (out.data[offset].to_f64(), reference.out[i]);
+            let unfused_error = (row.unfused[i % value_dim].to_f64() - expected).abs();
             let bound = 2.0 * unfused_error + row.roundings[i % value_dim];
+            let bound = bound + (expected.abs() + bound) * T::ROUNDING + T::SMALLEST_ROUNDING;
             // An infinite value whose weight is 0 in f32 but not in f64 gives NaN.
             let lost_weight = expected.is_infinite() && found.is_nan();
             assert!(
@@ -165,11 +183,11 @@ fn run(case: &Case) -> Option<()> {
             );
         }
         for (offset, x) in out.data.iter().enumerate() {
-            assert!(!is_gap[offset] || x.to_bits() == CANARY, "{set}: the gap at {offset} was written");
+            assert!(!is_gap[offset] || x.bits() == T::CANARY.bits(), "{set}: the gap at {offset} was written");
         }
         for (i, (found, expected)) in logsumexp.iter().zip(&reference.logsumexp).enumerate() {
             let bound = rows[i].logsumexp_roundings * expected.abs().max(1.0);
-            let found = f64::from(*found);
+            let found = found.to_f64();
             assert!(
                 agree(found, *expected, bound),
                 "{set}: logsumexp[{i}] is {found}, expected {expected} +- {bound:e}"
@@ -177,6 +195,24 @@ fn run(case: &Case) -> Option<()> {
         }
     }
     Some(())
+}
+
+fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 4]) -> Option<Tensor<T>> {
+    let strides = case.memory[which].input_strides(shape);
+    let mut tensor = Tensor::new(shape, strides, |[_, _, position, dim]| {
+        T::rounded(match (case.ascending, which, dim) {
+            (true, 0, 0) => 1.0,
+            (true, 1, 0) => position as f64 / 4.0,
+            _ => normal(state),
+        })
+    })?;
+    for special in case.specials.iter().flatten().filter(|special| usize::from(special.tensor % 3) == which) {
+        let len = tensor.data.len();
+        if len > 0 {
+            tensor.data[special.place as usize % len] = special.value();
+        }
+    }
+    Some(tensor)
 }
 
 /// NaN where NaN is expected, the same infinity where that is, else within `bound`.
@@ -189,71 +225,84 @@ fn agree(found: f64, expected: f64, bound: f64) -> bool {
 }
 
 /// What the bounds of a row are made of.
-struct Row {
-    /// The row by textbook attention in f32, with libm's exp.
-    unfused: Vec<f32>,
+struct Row<R> {
+    /// The row by textbook attention in the accumulator's type, with libm's exp.
+    unfused: Vec<R>,
     /// What roundings may do to each value of the row.
     roundings: Vec<f64>,
     /// The same for the logsumexp, relative to it where it exceeds 1.
     logsumexp_roundings: f64,
 }
 
-impl Row {
-    fn new([q, k, v]: &[Vec<f32>; 3], config: &AttentionConfig, shape: &AttentionShape, row: usize) -> Self {
+impl<R: Real> Row<R> {
+    fn new(
+        [q, k, v]: &[Vec<R>; 3],
+        config: &AttentionConfig,
+        shape: &AttentionShape,
+        kv_lens: Option<&[usize]>,
+        row: usize,
+    ) -> Self {
         let AttentionShape { num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim, .. } = *shape;
         let (batch, head, query) = (row / q_len / num_heads, row / q_len % num_heads, row % q_len);
         let first_key = (batch * num_kv_heads + head / shape.group_size()) * kv_len;
         let q = &q[row * head_dim..][..head_dim];
         let k = |j: usize| &k[(first_key + j) * head_dim..][..head_dim];
         let v = |j: usize| &v[(first_key + j) * value_dim..][..value_dim];
-        let scale = config.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt()) as f32;
-        let visible: Vec<usize> = (0..kv_len)
+        let scale = R::real(config.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt()));
+        let own_len = kv_lens.map_or(kv_len, |kv_lens| kv_lens[batch]);
+        let padding = if config.kv_padding == KvPadding::Left { kv_len - own_len } else { 0 };
+        let visible: Vec<usize> = (0..own_len)
             .filter(|&j| match config.mask {
                 Mask::Causal(CausalAlignment::TopLeft) => j <= query,
-                Mask::Causal(_) => j + q_len <= query + kv_len,
+                Mask::Causal(_) => j + q_len <= query + own_len,
                 _ => true,
             })
+            .map(|j| padding + j)
             .collect();
 
         // Each addition rounds its partial sum, and every q * k has the roundings of the scaled q in it.
+        let zero = R::real(0.0);
         let mut score_error = 0.0f64;
-        let mut scores: Vec<f32> = Vec::new();
+        let mut scores: Vec<R> = Vec::new();
         for &j in &visible {
-            let (mut score, mut roundings) = (0.0f32, 0.0f64);
-            for (q, k) in q.iter().zip(k(j)) {
+            let (mut score, mut roundings) = (zero, 0.0f64);
+            for (&q, &k) in q.iter().zip(k(j)) {
                 score += q * k;
-                roundings += f64::from(score.abs()) + 2.0 * f64::from((q * k).abs());
+                roundings += score.to_f64().abs() + 2.0 * (q * k).to_f64().abs();
             }
             scores.push(score * scale);
-            let error = roundings * f64::from(scale.abs()) * f64::from(f32::EPSILON) / 2.0;
+            let error = roundings * scale.to_f64().abs() * R::EPSILON / 2.0;
             if error.is_finite() {
                 score_error = score_error.max(error); // an infinite score has no error
             }
         }
-        let max_score = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let exps: Vec<f32> = scores.iter().map(|score| (score - max_score).exp()).collect();
+        let max_score = scores.iter().copied().fold(R::NEG_INFINITY, |max, x| if x > max { x } else { max });
+        let exps: Vec<R> = scores.iter().map(|&score| (score - max_score).exp()).collect();
         let (sum, sum_error) = rounded_sum(exps.iter().copied());
-        let values = visible.iter().flat_map(|&j| v(j)).map(|x| x.abs());
-        let max_v = f64::from(values.filter(|x| x.is_finite()).fold(0.0f32, f32::max));
+        let values = visible.iter().flat_map(|&j| v(j)).map(|x| x.to_f64().abs());
+        let max_v = values.filter(|x| x.is_finite()).fold(0.0f64, f64::max);
         // An error e of all scores changes a weight by a factor of up to exp(2 e).
-        let tolerance = 8.0 * f64::from(f32::EPSILON) + 2.0 * (2.0 * score_error).exp_m1();
+        let tolerance = 8.0 * R::EPSILON + 2.0 * (2.0 * score_error).exp_m1();
+        // The reference makes the errors of f64 as well.
+        let both = if R::EPSILON == f64::EPSILON { 2.0 } else { 1.0 };
         let (unfused, roundings) = (0..value_dim)
             .map(|d| {
-                let (acc, error) = rounded_sum(visible.iter().zip(&exps).map(|(&j, exp)| exp * v(j)[d]));
-                let out = if visible.is_empty() { 0.0 } else { acc / sum };
-                (out, tolerance * max_v + (error + f64::from(out.abs()) * sum_error) / f64::from(sum.max(1.0)))
+                let (acc, error) = rounded_sum(visible.iter().zip(&exps).map(|(&j, &exp)| exp * v(j)[d]));
+                let out = if visible.is_empty() { zero } else { acc / sum };
+                let sums = (error + out.to_f64().abs() * sum_error) / sum.to_f64().max(1.0);
+                (out, both * (tolerance * max_v + sums))
             })
             .unzip();
-        Self { unfused, roundings, logsumexp_roundings: tolerance + sum_error }
+        Self { unfused, roundings, logsumexp_roundings: both * (tolerance + sum_error) }
     }
 }
 
 /// The sum, one after the other, and the most by which its roundings can be off.
-fn rounded_sum(terms: impl Iterator<Item = f32>) -> (f32, f64) {
-    let (mut sum, mut error) = (0.0f32, 0.0f64);
+fn rounded_sum<R: Real>(terms: impl Iterator<Item = R>) -> (R, f64) {
+    let (mut sum, mut error) = (R::real(0.0), 0.0f64);
     for term in terms {
         sum += term;
-        error += f64::from(sum.abs()) * f64::from(f32::EPSILON) / 2.0;
+        error += sum.to_f64().abs() * R::EPSILON / 2.0;
     }
     (sum, error)
 }

@@ -5,10 +5,10 @@
 
 use arbitrary::Arbitrary;
 use fused_attention::{
-    AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Parallelism, TensorView,
-    TensorViewMut, Workspace, attention, attention_into,
+    AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, KvPadding, Parallelism,
+    TensorView, TensorViewMut, Workspace, attention, attention_into,
 };
-use fused_attention_fuzz::{CANARY, Masked, Memory, instruction_sets, offsets, reach};
+use fused_attention_fuzz::{CANARY, Masked, Memory, Size, instruction_sets, offsets, reach};
 use libfuzzer_sys::fuzz_target;
 
 /// Multiply-adds of one input; beyond, it is only checked and planned.
@@ -18,6 +18,7 @@ const MAX_SLICE: usize = 1 << 16;
 
 #[derive(Debug, Arbitrary)]
 struct Case {
+    kv_lens: Option<KvLens>,
     sizes: Sizes,
     q: Tensor,
     k: Tensor,
@@ -43,28 +44,31 @@ struct Sizes {
     value_dim: Size,
 }
 
-#[derive(Debug, Clone, Copy, Arbitrary)]
-enum Size {
-    Tiny(u8),
-    Small(u8),
-    Large(u16),
-    Any(usize),
-    BelowMax(u8),
-    BelowHalf(u8),
-    Power(u8),
+/// Lengths of the sequences.
+#[derive(Debug, Arbitrary)]
+struct KvLens {
+    /// Lengths more or fewer than sequences.
+    count_change: Option<i8>,
+    lens: [Length; 3],
+    left: bool,
 }
 
-impl Size {
-    fn get(self) -> usize {
-        match self {
-            Self::Tiny(n) => usize::from(n % 5),
-            Self::Small(n) => usize::from(n % 70),
-            Self::Large(n) => usize::from(n % 1024),
-            Self::Any(n) => n,
-            Self::BelowMax(n) => usize::MAX - usize::from(n),
-            Self::BelowHalf(n) => isize::MAX as usize - usize::from(n),
-            Self::Power(n) => 1usize.rotate_left(n.into()),
-        }
+#[derive(Debug, Clone, Copy, Arbitrary)]
+enum Length {
+    Within(u16),
+    Whole,
+    Any(Size),
+}
+
+impl KvLens {
+    fn get(&self, batch: usize, kv_len: usize) -> Vec<usize> {
+        let count = batch.min(1 << 10).saturating_add_signed(isize::from(self.count_change.unwrap_or(0)));
+        let length = |i: usize| match self.lens[i % 3] {
+            Length::Within(n) => usize::from(n) % kv_len.saturating_add(1).max(1),
+            Length::Whole => kv_len,
+            Length::Any(size) => size.get(),
+        };
+        (0..count).map(length).collect()
     }
 }
 
@@ -160,6 +164,9 @@ fn run(case: &Case) -> Option<()> {
         let sets = instruction_sets();
         config = config.with_instruction_set(sets[usize::from(choice) % sets.len()]);
     }
+    if case.kv_lens.as_ref().is_some_and(|kv_lens| kv_lens.left) {
+        config = config.with_kv_padding(KvPadding::Left);
+    }
     if case.serial {
         config = config.with_parallelism(Parallelism::Serial);
     }
@@ -191,8 +198,16 @@ fn run(case: &Case) -> Option<()> {
         assert_eq!(view.get(past.map(|size| size.wrapping_sub(1))).is_some(), !past.contains(&0));
     }
 
-    let inputs = AttentionInputs::new(q_view, k_view, v_view);
+    let mut inputs = AttentionInputs::new(q_view, k_view, v_view);
+    let kv_len = k_view.shape()[2];
+    let kv_lens = case.kv_lens.as_ref().map(|kv_lens| kv_lens.get(q_view.shape()[0], kv_len));
+    if let Some(kv_lens) = &kv_lens {
+        inputs = inputs.with_kv_lens(kv_lens);
+    }
     let shape = AttentionShape::of(&inputs);
+    if let (Ok(shape), Some(kv_lens)) = (&shape, &kv_lens) {
+        assert!(kv_lens.len() == shape.batch && kv_lens.iter().all(|&len| len <= kv_len), "lengths that do not fit");
+    }
     if let Ok(shape) = shape {
         let sizes =
             [shape.batch, shape.num_heads, shape.q_len, shape.kv_len, shape.head_dim.saturating_add(shape.value_dim)];

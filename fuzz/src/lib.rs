@@ -1,10 +1,110 @@
-//! What both fuzz targets draw: memory layouts, masks, instruction sets.
+//! What the fuzz targets draw: element types, sizes, memory layouts, masks, instruction sets.
+
+use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 use arbitrary::Arbitrary;
-use fused_attention::{AttentionConfig, CausalAlignment, InstructionSet};
+use fused_attention::{Accumulator, AttentionConfig, CausalAlignment, Element, InstructionSet, bf16, f16};
 
 /// Bits of a NaN that no computation makes: marks memory that must, or must not, be written.
 pub const CANARY: u32 = 0xffed_cafe;
+
+/// An element type, as the targets need it.
+pub trait Number: Element<Acc: Real> + PartialEq {
+    /// A NaN that no computation makes.
+    const CANARY: Self;
+    /// Half a unit in the last place, relative to the number, where rounding to this type comes on top of the accumulator's.
+    const ROUNDING: f64;
+    /// The same for subnormal numbers, absolute.
+    const SMALLEST_ROUNDING: f64;
+
+    /// The nearest number to `value` in f32 (or f64). Not `half`'s own conversion from f64, which drops the lower half of the bits.
+    fn rounded(value: f64) -> Self;
+    fn from_low_bits(bits: u64) -> Self;
+    fn bits(self) -> u64;
+}
+
+/// The arithmetic of an accumulator.
+pub trait Real:
+    Accumulator + PartialOrd + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self> + AddAssign
+{
+    const EPSILON: f64;
+    const NEG_INFINITY: Self;
+    const NAN: Self;
+
+    fn real(value: f64) -> Self;
+    fn exp(self) -> Self;
+}
+
+macro_rules! number {
+    ($number:ty, $bits:ty, $canary:expr, $rounding:expr, $smallest:expr, $rounded:expr) => {
+        impl Number for $number {
+            const CANARY: Self = Self::from_bits($canary);
+            const ROUNDING: f64 = $rounding;
+            const SMALLEST_ROUNDING: f64 = $smallest;
+
+            fn rounded(value: f64) -> Self {
+                $rounded(value)
+            }
+            fn from_low_bits(bits: u64) -> Self {
+                Self::from_bits(bits as $bits)
+            }
+            fn bits(self) -> u64 {
+                self.to_bits().into()
+            }
+        }
+    };
+}
+
+number!(f32, u32, CANARY, 0.0, 0.0, |value| value as f32);
+number!(f64, u64, 0xffed_cafe_dead_beef, 0.0, 0.0, |value| value);
+number!(f16, u16, 0xfeed, 1.0 / 2048.0, 1.0 / (1u64 << 25) as f64, |value| f16::from_f32(value as f32));
+number!(bf16, u16, 0xffed, 1.0 / 256.0, 1e-40, |value| bf16::from_f32(value as f32));
+
+macro_rules! real {
+    ($real:ident) => {
+        impl Real for $real {
+            const EPSILON: f64 = $real::EPSILON as f64;
+            const NEG_INFINITY: Self = $real::NEG_INFINITY;
+            const NAN: Self = $real::NAN;
+
+            fn real(value: f64) -> Self {
+                value as $real
+            }
+            fn exp(self) -> Self {
+                self.exp()
+            }
+        }
+    };
+}
+
+real!(f32);
+real!(f64);
+
+/// A size, mostly a small one.
+#[derive(Debug, Clone, Copy, Arbitrary)]
+pub enum Size {
+    Tiny(u8),
+    Small(u8),
+    Large(u16),
+    Any(usize),
+    BelowMax(u8),
+    BelowHalf(u8),
+    Power(u8),
+}
+
+impl Size {
+    pub fn get(self) -> usize {
+        match self {
+            Self::Tiny(n) => usize::from(n % 5),
+            Self::Small(n) => usize::from(n % 70),
+            Self::Large(n) => usize::from(n % 1024),
+            Self::Any(n) => n,
+            Self::BelowMax(n) => usize::MAX - usize::from(n),
+            Self::BelowHalf(n) => isize::MAX as usize - usize::from(n),
+            Self::Power(n) => 1usize.rotate_left(n.into()),
+        }
+    }
+}
 
 /// How a tensor lies in memory.
 #[derive(Debug, Clone, Copy, Arbitrary)]
