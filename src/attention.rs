@@ -210,7 +210,7 @@ pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
     config: &AttentionConfig,
 ) -> Result<Vec<T>, AttentionError> {
     allocate_and_run(inputs, config, |plan, outputs| {
-        run_with_thread_workspace(plan, outputs, &|outputs, workspace| plan.run(inputs, outputs, workspace))
+        run_with_thread_workspace(plan, outputs, |outputs, workspace| plan.run(inputs, outputs, workspace))
     })
 }
 
@@ -224,7 +224,7 @@ pub fn attention_with_modifier<T: Element, K: Element<Acc = T::Acc>, M: ScoreMod
     modifier: &M,
 ) -> Result<Vec<T>, AttentionError> {
     allocate_and_run(inputs, config, |plan, outputs| {
-        run_with_thread_workspace(plan, outputs, &|outputs, workspace| {
+        run_with_thread_workspace(plan, outputs, |outputs, workspace| {
             plan.run_with_modifier(inputs, outputs, workspace, modifier)
         })
     })
@@ -289,7 +289,7 @@ pub fn attention_into<T: Element, K: Element<Acc = T::Acc>>(
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
-    run_with_thread_workspace(&plan, outputs, &|outputs, workspace| plan.run(inputs, outputs, workspace))
+    run_with_thread_workspace(&plan, outputs, |outputs, workspace| plan.run(inputs, outputs, workspace))
 }
 
 /// As [`attention_into`], with a function of your own applied to each score. See [`ScoreModifier`].
@@ -304,7 +304,7 @@ pub fn attention_into_with_modifier<T: Element, K: Element<Acc = T::Acc>, M: Sco
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
-    run_with_thread_workspace(&plan, outputs, &|outputs, workspace| {
+    run_with_thread_workspace(&plan, outputs, |outputs, workspace| {
         plan.run_with_modifier(inputs, outputs, workspace, modifier)
     })
 }
@@ -312,7 +312,7 @@ pub fn attention_into_with_modifier<T: Element, K: Element<Acc = T::Acc>, M: Sco
 fn run_with_thread_workspace<T: Element>(
     plan: &AttentionPlan<T::Acc>,
     outputs: &mut AttentionOutputs<'_, T>,
-    run: &dyn Fn(&mut AttentionOutputs<'_, T>, &mut Workspace) -> Result<(), AttentionError>,
+    run: impl FnOnce(&mut AttentionOutputs<'_, T>, &mut Workspace) -> Result<(), AttentionError>,
 ) -> Result<(), AttentionError> {
     with_thread_workspace(plan.workspace_len(), |workspace| run(outputs, workspace))
 }

@@ -352,7 +352,7 @@ impl<A: Accumulator> AttentionPlan<A> {
     ) {
         let needed = self.workspace_len();
         let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes * self.threads);
-        let call = Call::new(self, inputs, OutputRows::new(outputs), (Partials::new(self.partials, partials), pass));
+        let call = Call::new(self, inputs, OutputRows::new(outputs), Partials::new(self.partials, partials), pass);
         schedule::for_each_worker(
             self.threads,
             self.tasks(),

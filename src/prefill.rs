@@ -183,7 +183,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         let (left, right) = if panel.all.0 < panel.all.1 { panel.all } else { (last, first) };
         if is_edge {
             let bounds = self.row_bounds::<S, ROW_VECTORS>(first_row);
-            let scores = as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.scores);
+            let scores = as_rows::<S, A, ROW_VECTORS>(self.scratch.scores);
             bounds.hide_before::<S, A>(simd, &mut scores[first..left], first);
             bounds.hide_after::<S, A>(simd, &mut scores[right..last], right);
         }

@@ -120,7 +120,8 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         plan: &'a AttentionPlan<T::Acc>,
         inputs: &'a AttentionInputs<'a, T, K>,
         outputs: OutputRows<'a, T>,
-        (partials, pass): (Option<Partials<'a, T::Acc>>, Option<&'a dyn ScorePass<T::Acc>>),
+        partials: Option<Partials<'a, T::Acc>>,
+        pass: Option<&'a dyn ScorePass<T::Acc>>,
     ) -> Self {
         Self { plan, inputs, outputs, partials, pass }
     }

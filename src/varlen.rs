@@ -330,7 +330,7 @@ impl<A: Accumulator> VarlenPlan<A> {
                     };
                     let pass = CallPass::built_in(plan, inputs);
                     let pass = pass.as_ref().map(|pass| pass as &dyn ScorePass<A>);
-                    let call = Call::new(plan, inputs, outputs.of_queries(queries.clone()), (partials.of(index), pass));
+                    let call = Call::new(plan, inputs, outputs.of_queries(queries.clone()), partials.of(index), pass);
                     call.run_task(task, &mut plan.scratch().0.carve(scratch));
                 });
             },

@@ -22,12 +22,16 @@ pub(crate) fn sums<S: Simd, const N: usize>(simd: S, vectors: [S::f32s; N]) -> [
     let mut first = 0;
     while first < N {
         let mut four = [simd.splat_f32s(0.0); 4];
-        for i in 0..4.min(N - first) {
-            four[i] = vectors[first + i];
+        for i in 0..4 {
+            if first + i < N {
+                four[i] = vectors[first + i];
+            }
         }
         let four = sums_of_four(simd, four);
-        for i in 0..4.min(N - first) {
-            sums[first + i] = four[i];
+        for i in 0..4 {
+            if first + i < N {
+                sums[first + i] = four[i];
+            }
         }
         first += 4;
     }

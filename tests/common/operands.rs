@@ -170,7 +170,7 @@ pub fn modified<T: Real>(
     }
     if let Some(bias) = &inputs.bias {
         let [batch, head, query] = row;
-        score = score + broadcast(bias, [batch, head, query, key]);
+        score += broadcast(bias, [batch, head, query, key]);
     }
     score
 }
