@@ -194,7 +194,9 @@ fn fill_ascending(key: Option<(usize, usize)>, row: &mut [f64]) {
 /// Where packed sequences begin and end: `sequences` of 1 to `2 * mean_len - 1` tokens, uniformly, of this mean exactly.
 pub fn packed_offsets(sequences: usize, mean_len: usize) -> crate::Result<Vec<usize>> {
     let too_long = || format!("no memory for {sequences} sequences of {mean_len} tokens");
-    sequences.checked_mul(mean_len).ok_or_else(too_long)?;
+    // More than the numbers below need.
+    let most = sequences.checked_add(1).and_then(|n| n.checked_mul(mean_len)?.checked_mul(2));
+    most.ok_or_else(too_long)?;
     let mut random = SplitMix64(mix(6 << 56));
     let mut offsets = Vec::new();
     offsets.try_reserve_exact(sequences + 1).map_err(|_| too_long())?;
