@@ -7,8 +7,8 @@ use common::{
     run_on, top_left,
 };
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, KvPadding, Parallelism,
-    Workspace, attention_into, reference,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, KvPadding, Workspace,
+    attention_into, reference,
 };
 
 /// Keys of a chunk of up to 8 rows, and of more (see `plan.rs`; checked below).
@@ -149,7 +149,7 @@ fn a_chunk_of_far_larger_scores_takes_all_the_weight() {
                 for row in 0..rows {
                     let (out, logsumexp) = answer.row([0, 0, row]);
                     let expected = 1000.0 + (chunk as f32).ln();
-                    assert!((out[0] - 2.0).abs() < 1e-5, "{set} {rows} {heaviest}: {}", out[0]);
+                    assert!((out[0] - 2.0f32).abs() < 1e-5, "{set} {rows} {heaviest}: {}", out[0]);
                     assert!((logsumexp - expected).abs() < 1e-3, "{set} {rows} {heaviest}: {logsumexp} {expected}");
                 }
             }
