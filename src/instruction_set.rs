@@ -242,6 +242,15 @@ impl InstructionSet {
         }
     }
 
+    /// The set whose code serves this one where nothing depends on the number of lanes: the wide portable sets, made for tests, would
+    /// only take long to compile.
+    pub(crate) fn narrow(self) -> Self {
+        match self.0 {
+            Kind::Portable256(_) | Kind::Portable512(_) => Self(Kind::Portable(Scalar128b)),
+            _ => self,
+        }
+    }
+
     /// As [`run`](Self::run), with the tile sizes for f64.
     #[inline]
     pub(crate) fn run_f64<Op: WithTiles>(self, op: Op) -> Op::Output {

@@ -39,7 +39,7 @@ macro_rules! packing {
                 set.$run(op);
             }
             fn pack_keys(set: InstructionSet, op: PackKeys<'_, $element, $accumulator>) {
-                set.$run(op);
+                set.narrow().$run(op);
             }
             fn unpack_out(set: InstructionSet, op: UnpackOut<'_, $element, $accumulator>) {
                 set.$run(op);
@@ -48,10 +48,10 @@ macro_rules! packing {
                 set.$run(op);
             }
             fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
-                set.$run(op)
+                set.narrow().$run(op)
             }
             fn modify_row(set: InstructionSet, op: RowOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
-                set.$run(op)
+                set.narrow().$run(op)
             }
         }
     };

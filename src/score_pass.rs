@@ -141,61 +141,73 @@ impl<T: Stored<A>, A: Lane, M: ScoreModifier> WithTiles for TileOp<'_, '_, T, A,
         let Modifiers { softcap, alibi, custom } = self.modifiers;
         let ScoreTile { task, first_row, first_key, keys, scores, max } = self.tile;
         let panel_rows = task.panel_rows;
-        assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
-        let rows = PanelContext::<S, A, ROW_VECTORS>::new(simd, task, first_row, first_key);
-        let no_parameters = rows.parameters(simd, &Unmodified);
-        let slopes = match alibi {
-            Some(alibi) => rows.parameters(simd, alibi),
-            None => no_parameters,
-        };
-        let parameters = rows.parameters(simd, *custom);
+        // One group of vectors, but several where a wide portable set has this done by the narrow one.
+        let group_rows = ROW_VECTORS * A::lanes::<S>();
+        let groups = panel_rows / group_rows;
+        assert_eq!(panel_rows, groups * group_rows);
         let has_operands = !self.operands.is_empty();
         let operands = OperandRows::<T, MAX_PANEL_ROWS>::new(self.operands, task, (first_row, panel_rows), first_key);
         let mut bias = [A::ZERO; SIDE * MAX_PANEL_ROWS];
 
         let [zero, one] = [0, 1].map(|x| A::splat(simd, A::from_index(x)));
         let (negative_infinity, lowest) = (A::splat(simd, A::NEG_INFINITY), A::splat(simd, A::LOWEST));
-        let mut largest = [negative_infinity; ROW_VECTORS];
-        let mut has_hidden = [zero; ROW_VECTORS]; // 1 in lanes that have
-        let scores = &mut as_rows::<S, A, ROW_VECTORS>(scores)[..keys];
-        let mut first = 0;
-        while first < keys {
-            let count = SIDE.min(keys - first);
-            let scores = &mut scores[first..][..count];
-            if let Some(softcap) = softcap {
-                rows.apply(simd, softcap, &no_parameters, (first, &mut *scores));
-            }
-            if let Some(alibi) = alibi {
-                rows.apply(simd, alibi, &slopes, (first, &mut *scores));
-            }
-            rows.apply(simd, *custom, &parameters, (first, &mut *scores));
-            if has_operands && operands.tile::<S, A>(simd, (first, count), &mut bias) {
+        let scores = &mut as_rows::<S, A, ROW_VECTORS>(scores)[..keys * groups];
+        let mut max = max;
+        let mut any = zero;
+        for group in 0..groups {
+            let rows = PanelContext::<S, A, ROW_VECTORS>::new(simd, task, first_row + group * group_rows, first_key);
+            let no_parameters = rows.parameters(simd, &Unmodified);
+            let slopes = match alibi {
+                Some(alibi) => rows.parameters(simd, alibi),
+                None => no_parameters,
+            };
+            let parameters = rows.parameters(simd, *custom);
+            let mut largest = [negative_infinity; ROW_VECTORS];
+            let mut has_hidden = [zero; ROW_VECTORS]; // 1 in lanes that have
+            let mut first = 0;
+            while first < keys {
+                let count = SIDE.min(keys - first);
+                let mut tile = [[zero; ROW_VECTORS]; SIDE];
                 for key in 0..count {
-                    for vector in 0..ROW_VECTORS {
-                        let bias = A::load_slice::<S>(&bias[key * panel_rows + vector * A::lanes::<S>()..]);
-                        let is_hidden = A::less_than(simd, bias, lowest);
-                        let sum = A::add(simd, scores[key][vector], bias);
-                        scores[key][vector] = A::select(simd, is_hidden, negative_infinity, sum);
-                        has_hidden[vector] = A::select(simd, is_hidden, one, has_hidden[vector]);
+                    tile[key] = scores[(first + key) * groups + group];
+                }
+                let tile = &mut tile[..count];
+                if let Some(softcap) = softcap {
+                    rows.apply(simd, softcap, &no_parameters, (first, &mut *tile));
+                }
+                if let Some(alibi) = alibi {
+                    rows.apply(simd, alibi, &slopes, (first, &mut *tile));
+                }
+                rows.apply(simd, *custom, &parameters, (first, &mut *tile));
+                if has_operands && operands.tile::<S, A>(simd, (first, count), &mut bias) {
+                    for key in 0..count {
+                        for vector in 0..ROW_VECTORS {
+                            let lane = group * group_rows + vector * A::lanes::<S>();
+                            let bias = A::load_slice::<S>(&bias[key * panel_rows + lane..]);
+                            let is_hidden = A::less_than(simd, bias, lowest);
+                            let sum = A::add(simd, tile[key][vector], bias);
+                            tile[key][vector] = A::select(simd, is_hidden, negative_infinity, sum);
+                            has_hidden[vector] = A::select(simd, is_hidden, one, has_hidden[vector]);
+                        }
                     }
                 }
+                for key in 0..count {
+                    for vector in 0..ROW_VECTORS {
+                        largest[vector] = A::max(simd, tile[key][vector], largest[vector]);
+                    }
+                    scores[(first + key) * groups + group] = tile[key];
+                }
+                first += count;
             }
-            for key in 0..count {
+            if let Some(max) = &mut max {
+                let max = &mut as_rows::<S, A, ROW_VECTORS>(max)[group];
                 for vector in 0..ROW_VECTORS {
-                    largest[vector] = A::max(simd, scores[key][vector], largest[vector]);
+                    max[vector] = A::max(simd, largest[vector], max[vector]);
                 }
             }
-            first += count;
-        }
-        if let Some(max) = max {
-            let max = &mut as_rows::<S, A, ROW_VECTORS>(max)[0];
             for vector in 0..ROW_VECTORS {
-                max[vector] = A::max(simd, largest[vector], max[vector]);
+                any = A::max(simd, any, has_hidden[vector]);
             }
-        }
-        let mut any = zero;
-        for vector in 0..ROW_VECTORS {
-            any = A::max(simd, any, has_hidden[vector]);
         }
         !A::reduce_max(simd, any).is_zero()
     }
@@ -218,7 +230,7 @@ impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_
         let (queries, distances) = ([zero; ROW_VECTORS], [zero; ROW_VECTORS]);
         let mut context = Self { task, first_row, first_key, queries, distances };
         let mut numbers = [[A::ZERO; MAX_PANEL_ROWS]; 2];
-        for lane in 0..task.panel_rows {
+        for lane in 0..ROW_VECTORS * A::lanes::<S>() {
             let row = context.row(lane);
             numbers[0][lane] = A::from_index(task.index(row)[2]);
             numbers[1][lane] = from_difference(task.position(row), first_key);
@@ -242,7 +254,7 @@ impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_
         let mut vectors = [[Lanes::new(simd, A::splat(simd, A::ZERO)); MAX_PARAMETERS]; ROW_VECTORS];
         for slot in 0..N::PARAMETERS {
             let mut values = [A::ZERO; MAX_PANEL_ROWS];
-            for lane in 0..self.task.panel_rows {
+            for lane in 0..ROW_VECTORS * A::lanes::<S>() {
                 let [batch, head, _] = self.task.index(self.row(lane));
                 values[lane] = A::from_f64(modifier.parameter(slot, batch, head));
             }

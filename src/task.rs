@@ -30,7 +30,7 @@ pub(crate) trait TaskKernels: Lane {
     fn tile_sizes(set: InstructionSet) -> TileSizes;
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self>);
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, Self>);
-    /// Runs any other code. Generic, for what only the caller's crate knows.
+    /// Runs code that depends on no number of lanes. Generic, for what only the caller's crate knows.
     fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output;
 }
 
@@ -45,7 +45,7 @@ impl TaskKernels for f32 {
         set.run(op);
     }
     fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output {
-        set.run(op)
+        set.narrow().run(op)
     }
 }
 
@@ -60,7 +60,7 @@ impl TaskKernels for f64 {
         set.run_f64(op);
     }
     fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output {
-        set.run_f64(op)
+        set.narrow().run_f64(op)
     }
 }
 
