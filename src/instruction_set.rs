@@ -242,8 +242,8 @@ impl InstructionSet {
         }
     }
 
-    /// The set whose code serves this one where nothing depends on the number of lanes: the wide portable sets, made for tests, would
-    /// only take long to compile.
+    /// The set whose code serves this one outside prefill's tiles: for the wide portable sets, which are there to show what panels of their
+    /// width do, the narrow one. Their code takes longest to compile.
     pub(crate) fn narrow(self) -> Self {
         match self.0 {
             Kind::Portable256(_) | Kind::Portable512(_) => Self(Kind::Portable(Scalar128b)),

@@ -45,7 +45,7 @@ macro_rules! packing {
                 set.$run(op);
             }
             fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, $accumulator, $element>) {
-                set.$run(op);
+                set.narrow().$run(op);
             }
             fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
                 set.narrow().$run(op)

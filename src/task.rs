@@ -42,7 +42,7 @@ impl TaskKernels for f32 {
         set.run(op);
     }
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f32>) {
-        set.run(op);
+        set.narrow().run(op);
     }
     fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output {
         set.narrow().run(op)
@@ -57,7 +57,7 @@ impl TaskKernels for f64 {
         set.run_f64(op);
     }
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f64>) {
-        set.run_f64(op);
+        set.narrow().run_f64(op);
     }
     fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output {
         set.narrow().run_f64(op)

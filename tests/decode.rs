@@ -140,17 +140,48 @@ fn a_chunk_of_far_larger_scores_takes_all_the_weight() {
             let by_chunk =
                 |heavy, light| move |[_, _, key, _]: [usize; 4]| if key / chunk == heaviest { heavy } else { light };
             let problem = Problem::new(
-                Tensor::from_fn([1, 1, rows, 1], Layout::Bhsd, |_| 1.0),
-                Tensor::from_fn([1, 1, 3 * chunk, 1], Layout::Bhsd, by_chunk(1000.0, 0.0)),
+                Tensor::from_fn([1, 1, rows, 1], Layout::Bhsd, |_| 1.0f32),
+                Tensor::from_fn([1, 1, 3 * chunk, 1], Layout::Bhsd, by_chunk(1000.0f32, 0.0)),
                 Tensor::from_fn([1, 1, 3 * chunk, 1], Layout::Bhsd, by_chunk(2.0, -7.0)),
             );
             for set in instruction_sets() {
                 let answer = run_on(set, &problem, &AttentionConfig::full());
                 for row in 0..rows {
-                    let (out, logsumexp) = answer.row([0, 0, row]);
-                    let expected = 1000.0 + (chunk as f32).ln();
-                    assert!((out[0] - 2.0f32).abs() < 1e-5, "{set} {rows} {heaviest}: {}", out[0]);
+                    let (out, logsumexp) = answer.row_values([0, 0, row]);
+                    let expected = 1000.0 + (chunk as f64).ln();
+                    assert!((out[0] - 2.0).abs() < 1e-5, "{set} {rows} {heaviest}: {}", out[0]);
                     assert!((logsumexp - expected).abs() < 1e-3, "{set} {rows} {heaviest}: {logsumexp} {expected}");
+                }
+            }
+        }
+    }
+}
+
+/// Wherever it stands in a block, and also where it alone of its block is seen, and by the last row only.
+#[test]
+fn a_key_of_far_larger_score_takes_all_the_weight_of_the_rows_that_see_it() {
+    for (rows, kv_len) in [(2, 64), (2, 65), (3, 66), (4, 65), (4, 67), (7, 97), (8, 70)] {
+        let column = |number: &dyn Fn(usize) -> f32| {
+            Tensor::from_fn([1, 1, kv_len, 1], Layout::Bhsd, |[_, _, key, _]: [usize; 4]| number(key))
+        };
+        for heaviest in (0..kv_len).rev().step_by(by_profile(1, 3)) {
+            let problem = Problem::new(
+                Tensor::from_fn([1, 1, rows, 1], Layout::Bhsd, |_| 1.0f32),
+                column(&|key| if key == heaviest { 1000.0 } else { 0.0 }),
+                column(&|key| key as f32),
+            );
+            for set in instruction_sets() {
+                let answer = run_on(set, &problem, &AttentionConfig::causal());
+                for row in 0..rows {
+                    let visible = kv_len - rows + row + 1;
+                    let (expected, expected_logsumexp) = match heaviest < visible {
+                        true => (heaviest as f64, 1000.0),
+                        false => ((visible - 1) as f64 / 2.0, (visible as f64).ln()),
+                    };
+                    let (out, logsumexp) = answer.row_values([0, 0, row]);
+                    let what = (set, rows, kv_len, heaviest, row);
+                    assert!((out[0] - expected).abs() < 1e-4, "{what:?}: {} {expected}", out[0]);
+                    assert!((logsumexp - expected_logsumexp).abs() < 1e-4, "{what:?}: {logsumexp}");
                 }
             }
         }
