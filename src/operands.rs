@@ -121,7 +121,7 @@ pub(crate) struct OperandRows<'a, T, const ROWS: usize> {
 
 impl<'a, T: Copy, const ROWS: usize> OperandRows<'a, T, ROWS> {
     /// Rows of a task from `first_row` on, from `first_key` on. Where the task has fewer, its last one is repeated.
-    #[inline(always)]
+    #[inline(never)] // plain code, in which arrays of this size take the compiler long once they are a part of the pass
     pub(crate) fn new(
         operands: &Operands<'a, T>,
         task: &RowBlock,

@@ -229,12 +229,7 @@ impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_
         let zero = A::splat(simd, A::ZERO);
         let (queries, distances) = ([zero; ROW_VECTORS], [zero; ROW_VECTORS]);
         let mut context = Self { task, first_row, first_key, queries, distances };
-        let mut numbers = [[A::ZERO; MAX_PANEL_ROWS]; 2];
-        for lane in 0..ROW_VECTORS * A::lanes::<S>() {
-            let row = context.row(lane);
-            numbers[0][lane] = A::from_index(task.index(row)[2]);
-            numbers[1][lane] = from_difference(task.position(row), first_key);
-        }
+        let numbers = row_numbers::<A>(task, first_row, first_key, ROW_VECTORS * A::lanes::<S>());
         for vector in 0..ROW_VECTORS {
             context.queries[vector] = A::load_slice::<S>(&numbers[0][vector * A::lanes::<S>()..]);
             context.distances[vector] = A::load_slice::<S>(&numbers[1][vector * A::lanes::<S>()..]);
@@ -242,22 +237,13 @@ impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_
         context
     }
 
-    /// The row of the task in a lane. Lanes past the last row have that one; nobody reads their results.
-    #[inline(always)]
-    fn row(&self, lane: usize) -> usize {
-        (self.first_row + lane).min(self.task.rows - 1)
-    }
-
     #[inline(always)]
     fn parameters<N: ScoreModifier>(&self, simd: S, modifier: &N) -> [[Lanes<S, A>; MAX_PARAMETERS]; ROW_VECTORS] {
         const { assert!(N::PARAMETERS <= MAX_PARAMETERS, "a score modifier has too many parameters") };
         let mut vectors = [[Lanes::new(simd, A::splat(simd, A::ZERO)); MAX_PARAMETERS]; ROW_VECTORS];
         for slot in 0..N::PARAMETERS {
-            let mut values = [A::ZERO; MAX_PANEL_ROWS];
-            for lane in 0..ROW_VECTORS * A::lanes::<S>() {
-                let [batch, head, _] = self.task.index(self.row(lane));
-                values[lane] = A::from_f64(modifier.parameter(slot, batch, head));
-            }
+            let lanes = ROW_VECTORS * A::lanes::<S>();
+            let values = parameter_of_rows::<A, N>(modifier, slot, (self.task, self.first_row), lanes);
             for vector in 0..ROW_VECTORS {
                 let values = A::load_slice::<S>(&values[vector * A::lanes::<S>()..]);
                 vectors[vector][slot] = Lanes::new(simd, values);
@@ -290,6 +276,40 @@ impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_
             }
         }
     }
+}
+
+/// The row of the task in a lane of a panel. Lanes past the last row have that one; nobody reads their results.
+fn row_of(task: &RowBlock, first_row: usize, lane: usize) -> usize {
+    (first_row + lane).min(task.rows - 1)
+}
+
+/// Queries of the rows of a panel, and distances from their positions to a key. Not inlined, like the next: plain code that would be unrolled
+/// over the lanes in each set's copy of the pass.
+#[inline(never)]
+fn row_numbers<A: Lane>(task: &RowBlock, first_row: usize, first_key: usize, lanes: usize) -> [[A; MAX_PANEL_ROWS]; 2] {
+    let mut numbers = [[A::ZERO; MAX_PANEL_ROWS]; 2];
+    for lane in 0..lanes {
+        let row = row_of(task, first_row, lane);
+        numbers[0][lane] = A::from_index(task.index(row)[2]);
+        numbers[1][lane] = from_difference(task.position(row), first_key);
+    }
+    numbers
+}
+
+/// A parameter of a modifier for the rows of a panel.
+#[inline(never)]
+fn parameter_of_rows<A: Lane, N: ScoreModifier>(
+    modifier: &N,
+    slot: usize,
+    (task, first_row): (&RowBlock, usize),
+    lanes: usize,
+) -> [A; MAX_PANEL_ROWS] {
+    let mut values = [A::ZERO; MAX_PANEL_ROWS];
+    for (lane, value) in values[..lanes].iter_mut().enumerate() {
+        let [batch, head, _] = task.index(row_of(task, first_row, lane));
+        *value = A::from_f64(modifier.parameter(slot, batch, head));
+    }
+    values
 }
 
 /// `position - key`, subtracted as integers: exact where the difference is.
