@@ -11,7 +11,7 @@ use std::ops::Range;
 use pulp::Simd;
 
 use crate::kernels::fetch::{Fetch, Rows};
-use crate::kernels::lane::{Lane, has_fma};
+use crate::kernels::lane::Lane;
 use crate::kernels::row::{ValueRows, pack_rows, packed_len, score_rows, value_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
@@ -49,9 +49,6 @@ impl<A: Lane, K: Stored<A>> WithTiles for DecodeBlock<'_, '_, A, K> {
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(mut self, simd: S) {
-        if !converts_in_registers::<S, A, K>() {
-            unreachable!("such keys are packed before");
-        }
         // Sets with 32 registers have tiles of 24 vectors.
         let many_registers = TILE * ROW_VECTORS >= 24;
         let rows = self.task.rows;
@@ -59,35 +56,37 @@ impl<A: Lane, K: Stored<A>> WithTiles for DecodeBlock<'_, '_, A, K> {
         let together = self.task.keys().len() > FEW_KEYS;
         let mut row = 0;
         while together && row + 4 <= rows {
-            if !has_fma::<S>() {
-                self.run_rows::<S, 1, 1, 4>(simd, row);
-            } else if many_registers {
+            if many_registers {
                 self.run_rows::<S, 4, 4, 4>(simd, row);
             } else {
                 self.run_rows::<S, 2, 2, 4>(simd, row);
             }
             row += 4;
         }
-        while has_fma::<S>() && together && row + 2 <= rows {
+        while together && row + 2 <= rows {
             self.run_rows::<S, 4, 4, 2>(simd, row);
             row += 2;
         }
         while row < rows {
-            if has_fma::<S>() {
-                self.run_rows::<S, 4, 8, 1>(simd, row);
-            } else {
-                self.run_rows::<S, 4, 4, 1>(simd, row);
-            }
+            self.run_rows::<S, 4, 8, 1>(simd, row);
             row += 1;
         }
     }
 }
 
-/// Whether keys of this type are read as they are stored. The portable sets convert a value with so many instructions that doing it once
-/// for all rows is better; and their code for each type would be the largest of all.
-#[inline(always)]
-fn converts_in_registers<S: Simd, A: Lane, K: Stored<A>>() -> bool {
-    K::IS_ACCUMULATOR || has_fma::<S>()
+/// The same for the portable set, a row at a time: K and V are accumulators then. Its registers would not hold a tile of rows, and its code
+/// for one takes the compiler a minute.
+pub(crate) struct PortableDecodeBlock<'t, 's, A>(pub(crate) DecodeBlock<'t, 's, A, A>);
+
+impl<A: Lane> WithTiles for PortableDecodeBlock<'_, '_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(mut self, simd: S) {
+        for row in 0..self.0.task.rows {
+            self.0.run_rows::<S, 2, 4, 1>(simd, row);
+        }
+    }
 }
 
 /// Up to this many keys each row is computed by itself.
@@ -201,7 +200,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
                 continue;
             }
-            for row in 0..ROWS {
+            for row in 0..if ROWS > 1 { ROWS } else { 0 } {
                 let edge = keys[row].start.max(from)..keys[row].end.min(to);
                 if !edge.is_empty() {
                     let rescale_row = (!is_new[row]).then_some([rescale[row]]);

@@ -251,6 +251,28 @@ impl InstructionSet {
         }
     }
 
+    /// As [`run`](Self::run) for one of the CPU's own sets ([`has_fma`](Self::has_fma)): `op` is compiled for no other.
+    pub(crate) fn run_with_fma<Op: WithTiles>(self, op: Op) -> Op::Output {
+        use TileSizes as T;
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => dispatch!(simd, V4, T::AVX512, op),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => simd.vectorize(tiled!(simd.v3(), V3, T::AVX2, op)),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon(simd) => dispatch!(simd, Neon, T::NEON, op),
+            Kind::Portable(_) | Kind::Portable256(_) | Kind::Portable512(_) => {
+                drop(op);
+                unreachable!("the caller has asked `has_fma`")
+            }
+        }
+    }
+
+    /// Runs `op` with the narrow portable set, whatever this set is: `op` is compiled for no other.
+    pub(crate) fn run_portable<Op: WithTiles>(self, op: Op) -> Op::Output {
+        dispatch!(Scalar128b, Scalar128b, TileSizes::PORTABLE, op)
+    }
+
     /// As [`run`](Self::run), with the tile sizes for f64.
     #[inline]
     pub(crate) fn run_f64<Op: WithTiles>(self, op: Op) -> Op::Output {

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use pulp::Simd;
 
 use crate::InstructionSet;
-use crate::decode::DecodeBlock;
+use crate::decode::{DecodeBlock, PortableDecodeBlock};
 use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::transpose::SIDE;
@@ -33,7 +33,7 @@ pub(crate) trait Packing<A: Lane>: Stored<A> {
 }
 
 macro_rules! packing {
-    ($element:ty => $accumulator:ty, $run:ident) => {
+    ($element:ty => $accumulator:ty, $run:ident, $decode_portable:expr) => {
         impl Packing<$accumulator> for $element {
             fn pack_q(set: InstructionSet, op: PackQ<'_, $element, $accumulator>) {
                 set.$run(op);
@@ -45,7 +45,11 @@ macro_rules! packing {
                 set.$run(op);
             }
             fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, $accumulator, $element>) {
-                set.narrow().$run(op);
+                if set.has_fma() {
+                    return set.run_with_fma(op);
+                }
+                let decode: fn(InstructionSet, DecodeBlock<'_, '_, $accumulator, $element>) = $decode_portable;
+                decode(set, op);
             }
             fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
                 set.narrow().$run(op)
@@ -57,10 +61,10 @@ macro_rules! packing {
     };
 }
 
-packing!(f32 => f32, run);
-packing!(f16 => f32, run);
-packing!(bf16 => f32, run);
-packing!(f64 => f64, run_f64);
+packing!(f32 => f32, run, |set, op| set.run_portable(PortableDecodeBlock(op)));
+packing!(f16 => f32, run, |_, _| unreachable!("such keys are packed before"));
+packing!(bf16 => f32, run, |_, _| unreachable!("such keys are packed before"));
+packing!(f64 => f64, run_f64, |set, op| set.run_portable(PortableDecodeBlock(op)));
 
 /// Dims of `SIDE` rows that pass through the stack at a time: 2 KiB in f32.
 const CHUNK: usize = 64;
