@@ -65,12 +65,11 @@ impl<'a, T: Copy> Operands<'a, T> {
         self.mask.is_none() && self.bias.is_none()
     }
 
-    /// Whether the mask hides all of these keys from all of these rows of a task.
-    pub(crate) fn hides_all(&self, task: &RowBlock, rows: Range<usize>, keys: Range<usize>) -> bool {
-        let Some(mask) = &self.mask else { return false };
-        if keys.is_empty() {
-            return true;
-        }
+    /// From the first to the last of these keys that the mask shows to any of these rows of a task.
+    pub(crate) fn shown(&self, task: &RowBlock, rows: Range<usize>, keys: Range<usize>) -> Range<usize> {
+        let Some(mask) = &self.mask else { return keys };
+        let len = keys.len();
+        let (mut first, mut end) = (len, 0);
         let mut before = None;
         for row in rows {
             let start = mask.row(task.index(row)) + keys.start * mask.key_stride();
@@ -78,25 +77,40 @@ impl<'a, T: Copy> Operands<'a, T> {
                 continue; // broadcast: the same row again
             }
             before = Some(start);
-            let sees = match mask.key_stride() {
-                0 => mask.data[start],
-                1 => any(&mask.data[start..][..keys.len()]),
-                stride => mask.data[start..].iter().step_by(stride).take(keys.len()).any(|&shown| shown),
-            };
-            if sees {
-                return false;
+            // Only what the rows before do not reach.
+            match mask.key_stride() {
+                1 => {
+                    let shown = &mask.data[start..][..len];
+                    first = first_true(&shown[..first]).unwrap_or(first);
+                    end = last_true(&shown[end..]).map_or(end, |last| end + last + 1);
+                }
+                stride => {
+                    let shows = |key: &usize| mask.data[start + key * stride];
+                    first = (0..first).find(shows).unwrap_or(first);
+                    end = (end..len).rev().find(shows).map_or(end, |last| last + 1);
+                }
             }
         }
-        true
+        if first < end { keys.start + first..keys.start + end } else { keys.start..keys.start }
     }
 }
 
-/// Whether any of these is true.
-#[inline]
-fn any(shown: &[bool]) -> bool {
-    // Without a branch an element, eight at a time.
-    let (eights, rest) = shown.as_chunks::<8>();
-    eights.iter().any(|eight| eight.iter().fold(false, |any, &shown| any | shown)) || rest.contains(&true)
+fn first_true(shown: &[bool]) -> Option<usize> {
+    // Eight at a time, without a branch an element.
+    let (eights, _) = shown.as_chunks::<8>();
+    let skipped = 8 * eights.iter().position(any).unwrap_or(eights.len());
+    shown[skipped..].iter().position(|&shown| shown).map(|key| skipped + key)
+}
+
+fn last_true(shown: &[bool]) -> Option<usize> {
+    let (_, eights) = shown.as_rchunks::<8>();
+    let skipped = 8 * eights.iter().rev().position(any).unwrap_or(eights.len());
+    shown[..shown.len() - skipped].iter().rposition(|&shown| shown)
+}
+
+#[inline(always)]
+fn any(eight: &[bool; 8]) -> bool {
+    eight.iter().fold(false, |any, &shown| any | shown)
 }
 
 impl<T: Copy> Operands<'_, T> {

@@ -73,6 +73,16 @@ struct PanelKeys {
 }
 
 impl PanelKeys {
+    /// Without the keys before `first` and from `last` on.
+    fn trimmed(self, first: usize, last: usize) -> Self {
+        let Self { all, halves: (lower_end, upper_start), .. } = self;
+        Self {
+            any: (first, last),
+            all: (all.0.max(first), all.1.min(last)),
+            halves: (lower_end.clamp(first, last), upper_start.clamp(first, last)),
+        }
+    }
+
     fn is_edge(&self) -> bool {
         self.any != self.all
     }
@@ -145,15 +155,14 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     ) {
         let Self { task, value_dim, .. } = *self;
         let panel_rows = task.panel_rows;
-        let panel = self.panel_keys(first_row);
+        let mut panel = self.panel_keys(first_row);
+        if let Some(pass) = self.pass {
+            let rows = first_row..task.rows.min(first_row + panel_rows);
+            let shown = pass.shown(task, rows, self.first_key + panel.any.0..self.first_key + panel.any.1);
+            panel = panel.trimmed(shown.start - self.first_key, shown.end - self.first_key);
+        }
         let (first, last) = panel.any;
         if first >= last {
-            return;
-        }
-        let rows = first_row..task.rows.min(first_row + panel_rows);
-        if let Some(pass) = self.pass
-            && pass.hides_all(task, rows, self.first_key + first..self.first_key + last)
-        {
             return;
         }
         let is_edge = panel.is_edge();

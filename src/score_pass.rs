@@ -50,8 +50,8 @@ pub(crate) trait ScorePass<A>: Sync {
     fn modify_row(&self, row: ScoreRow<'_, A>) -> bool;
     /// Whether mask or bias hide this key from `[batch, head, query]`.
     fn hides(&self, index: [usize; 3], key: usize) -> bool;
-    /// Whether the mask, which is cheap to ask, hides all of these keys from all of these rows.
-    fn hides_all(&self, task: &RowBlock, rows: Range<usize>, keys: Range<usize>) -> bool;
+    /// From the first to the last of these keys that the mask, which is cheap to ask, shows to any of these rows.
+    fn shown(&self, task: &RowBlock, rows: Range<usize>, keys: Range<usize>) -> Range<usize>;
     /// Whether it may hide keys at all.
     fn may_hide(&self) -> bool;
 }
@@ -111,8 +111,8 @@ macro_rules! score_pass {
             fn hides(&$self, index: [usize; 3], key: usize) -> bool {
                 $call.operands.hides::<T::Acc>(index, key)
             }
-            fn hides_all(&$self, task: &RowBlock, rows: Range<usize>, keys: Range<usize>) -> bool {
-                $call.operands.hides_all(task, rows, keys)
+            fn shown(&$self, task: &RowBlock, rows: Range<usize>, keys: Range<usize>) -> Range<usize> {
+                $call.operands.shown(task, rows, keys)
             }
             fn may_hide(&$self) -> bool {
                 !$call.operands.is_empty()

@@ -209,7 +209,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let in_place = (K::IS_ACCUMULATOR || set.has_fma())
             && tensors.iter().all(|tensor| tensor.layout().strides[3] == 1 || tensor.layout().shape[3] <= 1);
         for keys in self.key_blocks(task) {
-            if self.pass.is_some_and(|pass| pass.hides_all(task, 0..task.rows, keys.clone())) {
+            if self.pass.is_some_and(|pass| pass.shown(task, 0..task.rows, keys.clone()).is_empty()) {
                 continue;
             }
             let next_keys = (end - keys.end).min(self.plan.blocks.kv_block);
@@ -414,37 +414,22 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     /// What mask, bias and sinks leave to be done once all keys are in: rows that see none of them, and the sink in the sum. Writes
     /// log-sum-exps, and makes the running sum what the accumulators are to be divided by.
     fn settle(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>, may_hide: bool) {
+        let (num_heads, stride) = (self.outputs.layout.shape[1], self.outputs.logsumexp_stride);
         for row in 0..task.rows {
-            let index = task.index(row);
-            let (max, sum) = (scratch.running_max[row], &mut scratch.running_sum[row]);
+            let [batch, head, query] = task.index(row);
+            let sum = scratch.running_sum[row];
             // A sum is 0 where all scores are -inf: hidden, or visible with that score. A visible finite one makes it 1 at least.
             let sees_keys = task.row_sees_keys(row) && !(may_hide && sum.is_zero() && self.hides_row(task, row));
-            let mut logsumexp = match sees_keys {
-                false => T::Acc::NEG_INFINITY,
-                true => T::Acc::logsumexp(max, *sum),
+            // No sink is one of no weight.
+            let sink = self.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+            let (sum, logsumexp) = match sees_keys {
+                true => with_sink(scratch.running_max[row], sum, sink),
+                false => (T::Acc::from_f64(f64::INFINITY), T::Acc::from_f64(sink)), // the accumulators are 0
             };
-            let infinity = T::Acc::from_f64(f64::INFINITY);
-            if let Some(sinks) = self.inputs.sinks
-                && sinks[index[1]] != f32::NEG_INFINITY
-            {
-                let sink = f64::from(sinks[index[1]]);
-                // Where all is -inf the accumulators are 0, and so is their quotient.
-                let (max, old_sum) = (Element::to_f64(max), Element::to_f64(*sum));
-                let max = if sees_keys { max } else { f64::NEG_INFINITY };
-                let new_max = if sink > max { sink } else { max };
-                let scaled = if max == f64::NEG_INFINITY { old_sum * 0.0 } else { old_sum * (max - new_max).exp() };
-                logsumexp = T::Acc::from_f64(new_max + (scaled + (sink - new_max).exp()).ln());
-                // In units of the running maximum, as the accumulators are. A sink that no number holds leaves them nothing.
-                let new_sum = old_sum + (sink - max).exp();
-                *sum = T::Acc::from_f64(if sink == f64::INFINITY { f64::NAN } else { new_sum });
-            }
-            if !sees_keys {
-                *sum = infinity;
-            }
+            scratch.running_sum[row] = sum;
             if let Some(to) = self.outputs.logsumexp {
-                let (num_heads, stride) = (self.outputs.layout.shape[1], self.outputs.logsumexp_stride);
                 // SAFETY: as in `write_logsumexp`.
-                unsafe { to.add((index[0] * num_heads + index[1]) * stride + index[2]).write(logsumexp) };
+                unsafe { to.add((batch * num_heads + head) * stride + query).write(logsumexp) };
             }
         }
     }
@@ -470,6 +455,24 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             unsafe { logsumexp.add((batch * num_heads + head) * stride + query).write(value) };
         }
     }
+}
+
+/// The sum of a row with its sink, in units of its running maximum as the accumulators are, and the log-sum-exp.
+fn with_sink<A: Element<Acc = A> + Lane>(max: A, sum: A, sink: f64) -> (A, A) {
+    if sink == f64::NEG_INFINITY {
+        return (sum, A::logsumexp(max, sum));
+    }
+    let (max, sum) = (Element::to_f64(max), Element::to_f64(sum));
+    let (sum, logsumexp) = if sink == f64::INFINITY {
+        (f64::NAN, f64::NAN) // as for any score of +inf
+    } else if max == f64::NEG_INFINITY {
+        // Visible scores of -inf alone weigh nothing beside a sink; the sum is 0 then, or NaN as one of them is.
+        (f64::INFINITY + sum + sink, sum + sink)
+    } else {
+        let larger = if sink > max { sink } else { max };
+        (sum + (sink - max).exp(), larger + (sum * (max - larger).exp() + (sink - larger).exp()).ln())
+    };
+    (A::from_f64(sum), A::from_f64(logsumexp))
 }
 
 /// Whether to copy a block whose keys the kernels could read where they lie. Where keys are not neighbours (token-major

@@ -8,7 +8,9 @@ use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head};
+use common::{
+    Layout, Number, Operands, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head,
+};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, CuSeqlens, Element,
     KvCache, KvCacheShape, Parallelism, PartialAttention, TensorViewMut, VarlenPlan, Workspace, attention_into, bf16,
@@ -112,6 +114,14 @@ fn problems<T: Number, K: Number<Real = T::Real>>() -> Vec<(Problem<T, K>, Layou
     }
     let mut with_nan = Problem::<T, K>::normal(&group, 1);
     with_nan.v.fill_row([0, 1, 205], K::exactly(f64::NAN));
+    // Mask, bias, slopes and sinks, broadcast or not, on few rows and on many.
+    for (q_len, broadcast) in [(40, [false; 4]), (40, [true, true, true, false]), (1, [true, false, true, false])] {
+        let shape = AttentionShape { q_len, ..group };
+        let mut with_operands = Problem::<T, K>::normal(&shape, 1);
+        with_operands.v = if q_len > 1 { with_nan.v.clone() } else { with_operands.v };
+        with_operands.operands = Operands::all(&shape, 1, broadcast);
+        problems.push((with_operands, Layout::Bhsd));
+    }
     problems.push((with_nan, Layout::Bhsd));
     problems
 }

@@ -6,7 +6,7 @@ use common::{
     Expected, KV_BLOCKS, Layout, Number, Operands, PANELS, Problem, TILES, Tensor, by_profile, for_each_pair,
     instruction_sets, masks, run_into,
 };
-use fused_attention::{AttentionConfig, AttentionShape, reference};
+use fused_attention::{AttentionConfig, AttentionShape, CausalAlignment, KvPadding, reference};
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{RngSeed, TestCaseResult};
@@ -59,6 +59,10 @@ struct Case {
     layouts: [Layout; 4],
     /// V is a view into the memory of K (if it is no wider).
     v_lies_in_k: bool,
+    /// Which operands there are: mask, bias, slopes, sinks, lengths.
+    has: [bool; 5],
+    /// Axes along which mask and bias have size 1.
+    broadcast: [bool; 4],
 }
 
 impl Case {
@@ -72,7 +76,22 @@ impl Case {
             k: contiguous.k.in_layout(self.layouts[1]),
             v: contiguous.v.in_layout(self.layouts[2]),
             v_lies_in_k: self.v_lies_in_k && self.shape.value_dim <= self.shape.head_dim,
-            operands: Operands::default(),
+            operands: self.operands(),
+        }
+    }
+}
+
+impl Case {
+    fn operands<T: Number>(&self) -> Operands<T> {
+        let Operands { mask, bias, alibi_slopes, sinks, .. } = Operands::all(&self.shape, self.seed, self.broadcast);
+        let [has_mask, has_bias, has_slopes, has_sinks, has_lens] = self.has;
+        let len = |index: usize| (self.seed as usize >> (8 * index)) % (self.shape.kv_len + 1);
+        Operands {
+            kv_lens: has_lens.then(|| (0..self.shape.batch).map(len).collect()),
+            mask: mask.filter(|_| has_mask),
+            bias: bias.filter(|_| has_bias),
+            alibi_slopes: alibi_slopes.filter(|_| has_slopes),
+            sinks: sinks.filter(|_| has_sinks),
         }
     }
 }
@@ -115,13 +134,40 @@ fn any_fill() -> impl Strategy<Value = Fill> {
     prop_oneof![2 => Just(Fill::Normal), 1 => select(vec![3.0, 30.0, 100.0]).prop_map(Fill::Ascending)]
 }
 
+/// Every way in which the config can hide keys, and softcap.
+fn any_mask() -> impl Strategy<Value = AttentionConfig> {
+    let alignments = vec![CausalAlignment::BottomRight, CausalAlignment::TopLeft];
+    let offset = (-20isize..200).prop_map(CausalAlignment::Offset);
+    let causal = prop_oneof![3 => select(alignments), 1 => offset]
+        .prop_map(|alignment| AttentionConfig::causal().with_causal_alignment(alignment));
+    let mask = prop_oneof![1 => Just(AttentionConfig::full()), 3 => causal];
+    let limit = || prop_oneof![2 => Just(None), 1 => length(&[8, 16, 192]).prop_map(Some)];
+    let prefix = prop_oneof![3 => Just(0), 1 => length(&[8, 192])];
+    let softcap = prop_oneof![2 => Just(None), 1 => select(vec![0.5, 5.0, 50.0]).prop_map(Some)];
+    (mask, limit(), limit(), prefix, softcap, any::<bool>()).prop_map(
+        |(mask, left, right, prefix, softcap, is_left)| {
+            let padding = if is_left { KvPadding::Left } else { KvPadding::Right };
+            let mut config = mask.with_window(left, right).with_prefix_len(prefix).with_kv_padding(padding);
+            config.softcap = softcap;
+            config
+        },
+    )
+}
+
+/// Plain ones as well: most cases have few of the operands.
+fn any_operands() -> impl Strategy<Value = ([bool; 5], [bool; 4])> {
+    let few = [false; 5].map(|_| proptest::bool::weighted(0.2));
+    (few, any::<[bool; 4]>())
+}
+
 fn case(shape: impl Strategy<Value = AttentionShape>) -> impl Strategy<Value = Case> {
     let types = prop_oneof![1 => Just(Types::of::<f32, f32>()), 1 => select(Types::all())];
-    let config = (select(masks().to_vec()), any_scale());
+    let config = prop_oneof![1 => select(masks().to_vec()), 2 => any_mask()];
+    let config = (config, any_scale(), any_operands());
     (types, shape, config, any_fill(), any::<u64>(), any_layouts(), proptest::bool::weighted(0.2)).prop_map(
-        |(types, shape, (mut config, scale), fill, seed, layouts, v_lies_in_k)| {
+        |(types, shape, (mut config, scale, (has, broadcast)), fill, seed, layouts, v_lies_in_k)| {
             config.softmax_scale = scale.map(|scale| scale / (shape.head_dim as f64).sqrt());
-            Case { types, shape, config, fill, seed, layouts, v_lies_in_k }
+            Case { types, shape, config, fill, seed, layouts, v_lies_in_k, has, broadcast }
         },
     )
 }
