@@ -1,17 +1,15 @@
 //! Real input: a layer of a real model on a real text, and worked examples to check by hand.
 
-mod common;
-
 use std::sync::OnceLock;
 
-use common::{Answer, Layout, Number, Problem, Tensor, instruction_sets, quick, run_into, run_on};
+use crate::common::{Answer, Layout, Number, Problem, Tensor, instruction_sets, quick, run_into, run_on};
 use fused_attention::{AttentionConfig, bf16, f16};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
-const MODEL: &[u8] = include_bytes!("data/minilm_layer2_attention.safetensors");
-const TOKENS: &str = include_str!("data/minilm_tokens.json");
-const EXAMPLES: &str = include_str!("data/worked_examples.json");
+const MODEL: &[u8] = include_bytes!("../data/minilm_layer2_attention.safetensors");
+const TOKENS: &str = include_str!("../data/minilm_tokens.json");
+const EXAMPLES: &str = include_str!("../data/worked_examples.json");
 
 const NUM_HEADS: usize = 12;
 const HEAD_DIM: usize = 32;
@@ -175,8 +173,10 @@ fn causal_weights_are_lower_triangular_and_sum_to_one() {
     let size = |name: &str| example[name].as_u64().unwrap() as usize;
     let (len, num_heads, head_dim) = (size("num_tokens"), size("num_heads"), size("head_dim"));
     let mut problem = Problem::<f32>::new(
-        Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, common::pattern),
-        Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, |[b, h, i, d]| common::pattern([b, h, i + 3, d])),
+        Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, crate::common::pattern),
+        Tensor::from_fn([1, num_heads, len, head_dim], Layout::Bhsd, |[b, h, i, d]| {
+            crate::common::pattern([b, h, i + 3, d])
+        }),
         Tensor::from_fn([1, num_heads, len, len], Layout::Bhsd, |[_, _, row, d]| if row == d { 1.0 } else { 0.0 }),
     );
     problem.q.data.iter_mut().for_each(|q| *q *= 3.0);

@@ -1,9 +1,7 @@
 //! A cache refuses what it cannot do, with the numbers, and stays as it was.
 
-mod common;
-
-use common::Layout;
-use common::cache::{Stored, copied, new_tokens};
+use crate::common::Layout;
+use crate::common::cache::{Stored, copied, new_tokens};
 use fused_attention::{AttentionError, Capacity, KvCache, KvCacheShape, TensorView, f16};
 
 /// Two layers, three sequences, two heads, five features of keys and three of values: all sizes that may be confused differ.

@@ -1,8 +1,6 @@
 //! Windows, prefixes, offsets, boolean masks and biases: what a row sees, what it costs, and what hidden keys cannot do.
 
-mod common;
-
-use common::{
+use crate::common::{
     BoolTensor, Expected, Layout, Number, Operands, Problem, Tensor, by_profile, by_types, for_each_pair,
     instruction_sets, one_head, run, run_on,
 };
@@ -113,7 +111,7 @@ fn chunks_of_a_prompt_match_the_whole() {
             for query in start..end {
                 let (found, expected) =
                     (answer.row_values([0, 0, query - start]).0, expected.row_values([0, 0, query]).0);
-                assert!(common::max_abs_error(&found, &expected) < 1e-5, "{set} {query}");
+                assert!(crate::common::max_abs_error(&found, &expected) < 1e-5, "{set} {query}");
             }
         }
     }
@@ -209,7 +207,7 @@ fn a_bias_of_minus_infinity_is_a_mask_for<T: Number, K: Number<Real = T::Real>>(
         let mut problem = Problem::<T, K>::normal(&shape, 8);
         let mask = Operands::<T>::all(&shape, 8, [false; 4]).mask.unwrap();
         let bias = Tensor::from_fn(mask.shape, Layout::Bhsd, |index| {
-            let shown = common::operands::broadcast(&mask.view(), index);
+            let shown = crate::common::operands::broadcast(&mask.view(), index);
             T::nearest(if shown { 0.0 } else { f64::NEG_INFINITY })
         });
         for set in instruction_sets() {
@@ -233,7 +231,7 @@ fn a_mask_that_draws_the_causal_triangle_is_causal() {
                 Some(BoolTensor::from_fn([1, 1, q_len, 90], |[_, _, query, key]| key + q_len <= query + 90));
             let answer = run_on(set, &problem, &AttentionConfig::full());
             let expected: Vec<f64> = expected.out.values().iter().map(|&x| x.into()).collect();
-            assert!(common::max_abs_error(&answer.out.values(), &expected) < 1e-6, "{set}");
+            assert!(crate::common::max_abs_error(&answer.out.values(), &expected) < 1e-6, "{set}");
         }
     }
 }
@@ -326,7 +324,10 @@ fn finite_biases_of_any_size_are_arithmetic_for<T: Number, K: Number<Real = T::R
                 let answer = run_on(set, &problem, &AttentionConfig::full());
                 for query in 0..shape.q_len {
                     let (found, logsumexp) = answer.row_values([0, 1, query]);
-                    assert!(common::max_abs_error(&found, &means) < 1e-6 + T::ulp(1.0), "{set} {bias}: {found:?}");
+                    assert!(
+                        crate::common::max_abs_error(&found, &means) < 1e-6 + T::ulp(1.0),
+                        "{set} {bias}: {found:?}"
+                    );
                     assert!(logsumexp.is_finite(), "{set} {bias}");
                 }
             }

@@ -1,8 +1,6 @@
 //! Attention over parts of the keys, merged, is attention over all of them.
 
-mod common;
-
-use common::{
+use crate::common::{
     Answer, Expected, Generator, Layout, Number, Problem, Tensor, bits, by_profile, for_each_pair, instruction_sets,
     max_abs_error, one_head, run, run_into,
 };
@@ -343,7 +341,7 @@ fn shapes_that_do_not_fit_are_errors_and_nothing_is_written() {
     let message = "logsumexp of partial result 0 has shape [1, 3, 2, 1], expected [1, 2, 3, 1]";
     assert_eq!(error.to_string(), message);
     answer.out.assert_untouched();
-    assert!(answer.logsumexp.iter().all(|x| x.to_bits() == common::CANARY.to_bits()));
+    assert!(answer.logsumexp.iter().all(|x| x.to_bits() == crate::common::CANARY.to_bits()));
 }
 
 #[test]
@@ -362,7 +360,7 @@ fn shapes_without_elements_do_nothing() {
 
 #[test]
 fn positions_of_a_view() {
-    let tensor = Tensor::<f32>::from_fn([2, 2, 5, 3], Layout::Transposed, common::pattern);
+    let tensor = Tensor::<f32>::from_fn([2, 2, 5, 3], Layout::Transposed, crate::common::pattern);
     for (start, end) in [(0, 5), (1, 3), (4, 5), (5, 5), (0, 0), (3, 3)] {
         let view = tensor.view().seq_range(start..end).unwrap();
         assert_eq!(view.shape(), [2, 2, end - start, 3]);

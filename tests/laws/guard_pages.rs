@@ -3,13 +3,11 @@
 #![cfg(unix)]
 #![allow(unsafe_code)] // maps and protects pages
 
-mod common;
-
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
-use common::{Layout, Number, Problem, by_types, for_each_pair, instruction_sets, masks_for, one_head, run_on};
+use crate::common::{Layout, Number, Problem, by_types, for_each_pair, instruction_sets, masks_for, one_head, run_on};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, Parallelism, TensorView, TensorViewMut,
     attention_into,
@@ -114,7 +112,7 @@ fn install_handler() {
 
 /// Runs with all five slices at guards; the result must be that on ordinary memory.
 fn check<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, out_layout: Layout, config: &AttentionConfig) {
-    let expected = common::run_into(problem, config, out_layout);
+    let expected = crate::common::run_into(problem, config, out_layout);
     for guard in [Guard::Before, Guard::After] {
         now_running(format_args!("{guard:?} {:?} out {out_layout:?} {config:?}", problem.shape()));
         let q = Guarded::new(&problem.q.data, guard);
@@ -124,14 +122,14 @@ fn check<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, out_layo
             TensorView::with_strides(k.as_slice(), problem.k.shape, problem.k.strides).unwrap(),
             TensorView::with_strides(v.as_slice(), problem.v.shape, problem.v.strides).unwrap(),
         );
-        let unwritten = common::Tensor::<T>::unwritten(problem.out_shape(), out_layout);
+        let unwritten = crate::common::Tensor::<T>::unwritten(problem.out_shape(), out_layout);
         let mut out = Guarded::new(&unwritten.data, guard);
         let mut logsumexp = Guarded::new(&vec![T::Real::CANARY; expected.logsumexp.len()], guard);
         let view = TensorViewMut::with_strides(out.as_mut_slice(), unwritten.shape, unwritten.strides).unwrap();
         let mut outputs = AttentionOutputs::new(view).with_logsumexp(logsumexp.as_mut_slice());
         attention_into(&inputs, &mut outputs, config).unwrap();
-        assert_eq!(common::bits(out.as_slice()), common::bits(&expected.out.data));
-        assert_eq!(common::bits(logsumexp.as_slice()), common::bits(&expected.logsumexp));
+        assert_eq!(crate::common::bits(out.as_slice()), crate::common::bits(&expected.out.data));
+        assert_eq!(crate::common::bits(logsumexp.as_slice()), crate::common::bits(&expected.logsumexp));
     }
 }
 

@@ -1,8 +1,6 @@
 //! The semantics table of DESIGN.md, row by row, but for NaN and infinity (see `non_finite.rs`) and errors.
 
-mod common;
-
-use common::{
+use crate::common::{
     Answer, Expected, Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks, one_head,
     pattern, run_into, run_on, top_left, visible_keys,
 };

@@ -1,8 +1,6 @@
 //! The same numbers give the same bits, however they lie in memory, whatever runs beside them, on any threads.
 
-mod common;
-
-use common::{
+use crate::common::{
     Answer, Generator, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets,
     masks_for, one_head, run, run_into, run_on,
 };
@@ -223,7 +221,7 @@ fn hidden_keys_do_not_change_output_for<T: Number, K: Number<Real = T::Real>>() 
                 other.k.fill_row([0, 0, key], K::nearest(K::largest().sqrt()));
                 other.v.fill_row([0, 0, key], K::nearest(-K::largest().sqrt()));
                 let answer = run(&other, &config);
-                let sees = |query| key < common::visible_keys(&config, &problem.shape(), query);
+                let sees = |query| key < crate::common::visible_keys(&config, &problem.shape(), query);
                 for query in (0..q_len).filter(|&query| !sees(query)) {
                     assert_eq!(answer.row_bits([0, 0, query]), expected.row_bits([0, 0, query]), "{key} {config:?}");
                 }
@@ -244,7 +242,7 @@ fn the_three_tiers_agree_for<T: Number, K: Number<Real = T::Real>>() {
         |problem, config| {
             let into = run(problem, &config);
             let allocated = attention(&problem.inputs(), &config).unwrap();
-            assert_eq!(common::bits(&allocated), into.out_bits(), "{config:?}");
+            assert_eq!(crate::common::bits(&allocated), into.out_bits(), "{config:?}");
 
             let plan = T::plan(&problem.shape(), &config).unwrap();
             let mut workspace = T::workspace(&plan);
@@ -316,7 +314,7 @@ fn any_number_of_threads_gives_the_same_bits_for<T: Number, K: Number<Real = T::
                 let config = config.with_instruction_set(set).with_parallelism(Parallelism::Rayon);
                 for pool in &pools {
                     let threads = pool.install(|| T::threads(&T::plan(&shape, &config).unwrap()));
-                    let sees_many_keys = shape.q_len > 1 || config.mask != common::top_left().mask;
+                    let sees_many_keys = shape.q_len > 1 || config.mask != crate::common::top_left().mask;
                     if sees_many_keys {
                         assert_eq!(threads, pool.current_num_threads(), "{shape:?} must use every thread of its pool");
                     }
@@ -332,7 +330,7 @@ fn any_number_of_threads_gives_the_same_bits_for<T: Number, K: Number<Real = T::
 #[test]
 fn calls_from_inside_parallel_iterators_of_one_pool_give_the_same_bits() {
     use rayon::prelude::*;
-    let problem = common::normal_problem(&parallel_shapes::<f32, f32>()[0], 13);
+    let problem = crate::common::normal_problem(&parallel_shapes::<f32, f32>()[0], 13);
     let pool = pool(3);
     for set in instruction_sets() {
         let expected = run(&problem, &serial(AttentionConfig::causal(), set)).bits();
@@ -348,7 +346,7 @@ fn four_os_threads_at_once_get_the_same_bits() {
     // Different problems, so that results that land with the wrong caller show.
     let len = by_profile(200, 80);
     let shape = AttentionShape { batch: 2, num_heads: 4, num_kv_heads: 2, ..one_head(len, len, 24, 24) };
-    let problems: Vec<Problem> = (0..4).map(|seed| common::normal_problem(&shape, 20 + seed)).collect();
+    let problems: Vec<Problem> = (0..4).map(|seed| crate::common::normal_problem(&shape, 20 + seed)).collect();
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set); // the default parallelism: one shared pool
         let expected: Vec<_> = problems.iter().map(|problem| run(problem, &serial(config, set)).bits()).collect();

@@ -1,8 +1,6 @@
 //! The kernels agree with the f64 reference on whatever shape, layout, mask, scale and instruction set.
 
-mod common;
-
-use common::{
+use crate::common::{
     Expected, KV_BLOCKS, Layout, Number, Operands, PANELS, Problem, TILES, Tensor, by_profile, for_each_pair,
     instruction_sets, masks, run_into,
 };
@@ -255,7 +253,7 @@ fn square_shapes_match_the_reference() {
 fn wide_heads_match_the_reference() {
     let wide = [40, 64, 96, 128];
     let shape = (length(&[8, 16]), length(&[12, 16]), dim(&wide), length(&wide))
-        .prop_map(|(q_len, kv_len, head_dim, value_dim)| common::one_head(q_len, kv_len, head_dim, value_dim));
+        .prop_map(|(q_len, kv_len, head_dim, value_dim)| crate::common::one_head(q_len, kv_len, head_dim, value_dim));
     proptest!(proptest_config(500, 8), |(case in case(shape))| check(&case)?);
 }
 
@@ -281,7 +279,7 @@ fn sampled_error(problem: &Problem, config: &AttentionConfig, out: &Tensor, stri
     let errors = rows.map(|query| {
         let (expected, _) = reference::attention_row(&problem.inputs(), config, [0, 0, query]).unwrap();
         let found: Vec<f32> = (0..out.shape[3]).map(|d| out.get([0, 0, query, d])).collect();
-        common::max_abs_error(&found, &expected)
+        crate::common::max_abs_error(&found, &expected)
     });
     errors.fold(0.0, f64::max)
 }
@@ -293,11 +291,11 @@ fn normal_inputs_stay_within_the_absolute_bound() {
         [(512, 512, 64, 61), (1000, 1000, 128, 199), (4096, 4096, 64, 509), (64, 4096, 128, 13), (40, 2048, 320, 13)];
     let in_quick = [(200, 200, 64, 61), (20, 600, 128, 13)];
     for (q_len, kv_len, dim, stride) in by_profile(default.to_vec(), in_quick.to_vec()) {
-        let problem = common::normal_problem(&common::one_head(q_len, kv_len, dim, dim), 7);
+        let problem = crate::common::normal_problem(&crate::common::one_head(q_len, kv_len, dim, dim), 7);
         let bound = 2e-6 * (dim as f64 / 128.0).sqrt().max(1.0);
         for config in [AttentionConfig::causal(), AttentionConfig::full()] {
             for set in instruction_sets() {
-                let answer = common::run_on(set, &problem, &config);
+                let answer = crate::common::run_on(set, &problem, &config);
                 let error = sampled_error(&problem, &config, &answer.out, stride);
                 assert!(error <= bound, "{set}: error {error:e} > {bound:e} at {q_len} x {kv_len}, head_dim {dim}");
             }

@@ -1,8 +1,6 @@
 //! Softcap, ALiBi, sinks and functions of a user's own.
 
-mod common;
-
-use common::{
+use crate::common::{
     Expected, Layout, Number, Operands, Problem, Tensor, by_types, for_each_pair, instruction_sets, one_head, run_on,
 };
 use fused_attention::{
@@ -221,13 +219,13 @@ fn run_with<T: Number, K: Number<Real = T::Real>>(
     set: InstructionSet,
     problem: &Problem<T, K>,
     modifier: &impl ScoreModifier,
-) -> common::Answer<T> {
+) -> crate::common::Answer<T> {
     let mut out = Tensor::unwritten(problem.out_shape(), Layout::Bhsd);
     let mut logsumexp = vec![T::Real::CANARY; out.shape[..3].iter().product()];
     let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
     let config = AttentionConfig::causal().with_instruction_set(set);
     attention_into_with_modifier(&problem.inputs(), &mut outputs, &config, modifier).unwrap();
-    common::Answer { out, logsumexp }
+    crate::common::Answer { out, logsumexp }
 }
 
 /// A rotation of the score by nothing at all.

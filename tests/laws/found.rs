@@ -1,8 +1,6 @@
 //! Inputs that once broke something, each kept as the law that it broke.
 
-mod common;
-
-use common::{CANARY, Expected, Problem, Tensor, instruction_sets, one_head};
+use crate::common::{CANARY, Expected, Problem, Tensor, instruction_sets, one_head};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, TensorView, TensorViewMut, attention, attention_into, reference,
 };
@@ -49,12 +47,12 @@ fn exact_scores_of_any_size_keep_the_bound() {
                 (hash as i64 % (2 * largest + 1) - largest) as f32
             }
         };
-        let tensor = |salt| Tensor::from_fn([1, 1, 50, 64], common::Layout::Bhsd, integer(salt));
+        let tensor = |salt| Tensor::from_fn([1, 1, 50, 64], crate::common::Layout::Bhsd, integer(salt));
         let problem = Problem::new(tensor(1), tensor(2), tensor(3));
         for config in [AttentionConfig::full(), AttentionConfig::causal()] {
             let expected = Expected::new(&problem, &config);
             for set in instruction_sets() {
-                let answer = common::run(&problem, &config.with_instruction_set(set));
+                let answer = crate::common::run(&problem, &config.with_instruction_set(set));
                 expected.assert_met_by(&answer, &(set, largest));
             }
         }

@@ -1,9 +1,7 @@
 //! A cache holds what was appended, and attention over its views is attention over a copy.
 
-mod common;
-
-use common::cache::{Stored, copied, new_tokens};
-use common::{Generator, Layout, Tensor, by_profile, instruction_sets, masks};
+use crate::common::cache::{Stored, copied, new_tokens};
+use crate::common::{Generator, Layout, Tensor, by_profile, instruction_sets, masks};
 use fused_attention::{
     AttentionConfig, AttentionInputs, Capacity, InstructionSet, KvCache, KvCacheShape, TensorView, attention, bf16, f16,
 };
@@ -236,7 +234,7 @@ fn appended_elements_are_copied_or_rounded() {
     fn bits<T: Stored>(values: &[T]) -> Vec<u32> {
         values.iter().map(|x| x.bits()).collect()
     }
-    let nans = <f32 as common::Number>::nans();
+    let nans = <f32 as crate::common::Number>::nans();
     assert_eq!(store::<_, f32>(&nans), bits(&nans));
     let halves: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
     assert_eq!(store::<_, f16>(&halves), bits(&halves), "signalling NaNs too");

@@ -1,8 +1,6 @@
 //! The element types: 16-bit numbers are f32 numbers of few digits, and everything is accumulated in f32.
 
-mod common;
-
-use common::{
+use crate::common::{
     Layout, Number, Operands, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem,
     one_head, pattern, run_into, run_on, wide,
 };
@@ -49,7 +47,7 @@ fn both_references_agree() {
             let expected = reference::attention(&problem.inputs(), &config).unwrap();
             let wide = wide::attention(&problem.inputs(), &config);
             for (found, expected) in [(wide.out, expected.out), (wide.logsumexp, expected.logsumexp)] {
-                assert!(common::max_abs_error(&found, &expected) <= bound, "{config:?}");
+                assert!(crate::common::max_abs_error(&found, &expected) <= bound, "{config:?}");
             }
         }
     }
@@ -68,9 +66,9 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
     }
     // Output and log-sum-exp of the widened copy.
     let widened = |problem: &Problem<T, K>, config: &AttentionConfig| {
-        let answer = common::run(&problem.widened(), config);
+        let answer = crate::common::run(&problem.widened(), config);
         let rounded: Vec<T> = answer.out.values().iter().map(|x| T::nearest(x.value())).collect();
-        (common::bits(&rounded), common::bits(&answer.logsumexp))
+        (crate::common::bits(&rounded), crate::common::bits(&answer.logsumexp))
     };
     let all_rows = by_profile((1..=40).collect(), vec![1, 2, 7, 8, 9, 16, 17, 33]);
     for rows in all_rows {
@@ -354,7 +352,7 @@ fn unfused_in_half_precision<T: Number<Real = f32>>(problem: &Problem<T>, config
     for query in 0..shape.q_len {
         let dot =
             |key| (0..shape.head_dim).fold(0.0f32, |sum, p| sum + q.get([0, 0, query, p]) * k.get([0, 0, key, p]));
-        let visible = 0..common::visible_keys(config, &shape, query);
+        let visible = 0..crate::common::visible_keys(config, &shape, query);
         let scores: Vec<f64> = visible.map(|key| round(round(dot(key).into()) * scale)).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
@@ -380,7 +378,7 @@ fn half_precision_is_closer_to_f64_than_unfused_half_precision() {
             let unfused = unfused_in_half_precision(&problem, &config);
             for set in instruction_sets() {
                 let found: Vec<f64> = run_on(set, &problem, &config).out.values().iter().map(|x| x.value()).collect();
-                let largest = [&found, &unfused].map(|out| common::max_abs_error(out, &right));
+                let largest = [&found, &unfused].map(|out| crate::common::max_abs_error(out, &right));
                 let mean = [&found, &unfused].map(|out| mean_error(out));
                 assert!(largest[0] <= largest[1], "{set} {}: largest error {largest:?}", T::NAME);
                 assert!(mean[0] <= 0.75 * mean[1], "{set} {}: mean error {mean:?}", T::NAME);
@@ -439,7 +437,8 @@ fn decoding_a_long_cache_uses_every_thread() {
                 .with_instruction_set(set)
                 .with_parallelism(fused_attention::Parallelism::Rayon);
             assert_eq!(pools[1].install(|| T::threads(&T::plan(&shape, &config).unwrap())), 4);
-            let [one, four] = pools.each_ref().map(|pool| pool.install(|| common::run(&problem, &config)).bits());
+            let [one, four] =
+                pools.each_ref().map(|pool| pool.install(|| crate::common::run(&problem, &config)).bits());
             assert!(one == four, "{set}: the bits depend on the threads");
         }
     }

@@ -1,8 +1,6 @@
 //! A few rows against many keys: the decode kernel, keys split into chunks, sequences of their own lengths.
 
-mod common;
-
-use common::{
+use crate::common::{
     Answer, CANARY, Expected, Layout, Problem, Tensor, by_profile, instruction_sets, masks, normal_problem, run,
     run_on, top_left,
 };

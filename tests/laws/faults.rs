@@ -1,8 +1,6 @@
 //! Faults that users of other attention kernels reported (FIELD.md), named after what they saw.
 
-mod common;
-
-use common::{
+use crate::common::{
     Expected, Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks, normal_problem,
     one_head, run_on, top_left,
 };
@@ -68,7 +66,7 @@ fn nan_in_hidden_values_leaked_as_zero_times_nan_for<T: Number, K: Number<Real =
 fn values_shorter_than_keys_were_read_past_their_end() {
     for (k_len, v_len) in [(10, 9), (10, 0), (200, 1), (9, 10)] {
         let mut problem = normal_problem(&one_head(4, k_len, 8, 8), 3);
-        problem.v = Tensor::from_fn([1, 1, v_len, 8], Layout::Bhsd, common::pattern);
+        problem.v = Tensor::from_fn([1, 1, v_len, 8], Layout::Bhsd, crate::common::pattern);
         let error = attention(&problem.inputs(), &AttentionConfig::full()).unwrap_err();
         assert_eq!(error, AttentionError::KvLenMismatch { k: k_len, v: v_len });
     }
@@ -153,7 +151,7 @@ fn odd_sizes_lost_their_tail() {
 }
 
 fn odd_sizes_lost_their_tail_for<T: Number, K: Number<Real = T::Real>>() {
-    let longest = 2 * common::TILES.iter().max().unwrap() + 1;
+    let longest = 2 * crate::common::TILES.iter().max().unwrap() + 1;
     let check = |kv_len: usize, head_dim: usize| {
         let shape = AttentionShape { num_heads: 2, num_kv_heads: 2, ..one_head(3, kv_len, head_dim, head_dim) };
         let problem = Problem::<T, K>::normal(&shape, (100 * kv_len + head_dim) as u64);
@@ -209,14 +207,14 @@ fn uncommon_head_dims_were_refused_at_run_time_for<T: Number, K: Number<Real = T
 #[cfg(feature = "rayon")]
 #[test]
 fn a_single_head_used_one_thread_only() {
-    let len = common::by_profile(4096, 512);
+    let len = crate::common::by_profile(4096, 512);
     let shape = one_head(len, len, 64, 64);
     let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
     let problem = normal_problem(&shape, 8);
     for set in instruction_sets() {
         let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Rayon);
         assert_eq!(pools[1].install(|| AttentionPlan::new(&shape, &config).unwrap().threads()), 4);
-        let [one, four] = pools.each_ref().map(|pool| pool.install(|| common::run(&problem, &config)).bits());
+        let [one, four] = pools.each_ref().map(|pool| pool.install(|| crate::common::run(&problem, &config)).bits());
         assert!(one == four, "{set}: the bits depend on the threads");
         // Whoever waits for one heavy task idles: they must be several to a thread. The plan says how many it made.
         let plan = pools[1].install(|| AttentionPlan::new(&shape, &config).unwrap()).to_string();

@@ -1,8 +1,8 @@
 //! Bad input gets an error that names both numbers, and nothing is written.
 
-mod common;
-
-use common::{CANARY, Layout, Number, Problem, Tensor, for_each_pair, instruction_sets, normal_problem, pattern};
+use crate::common::{
+    CANARY, Layout, Number, Problem, Tensor, for_each_pair, instruction_sets, normal_problem, pattern,
+};
 use fused_attention::{
     AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, InstructionSet,
     KvCache, Mask, TensorView, TensorViewMut, Workspace, attention, attention_into,
@@ -69,7 +69,7 @@ fn refused_outputs(out_shape: [usize; 4], logsumexp_len: usize) -> AttentionErro
 fn good_input_is_accepted() {
     // What the other tests change one number of.
     let problem = normal_problem(&SHAPE, 1);
-    common::run(&problem, &AttentionConfig::causal());
+    crate::common::run(&problem, &AttentionConfig::causal());
     assert_eq!(problem.out_shape(), OUT_SHAPE);
     assert_eq!(*AttentionPlan::new(&SHAPE, &AttentionConfig::causal()).unwrap().shape(), SHAPE);
 }

@@ -1,8 +1,6 @@
 //! Packed sequences get what separate calls on them give, to the bit, and nothing else is written.
 
-mod common;
-
-use common::{
+use crate::common::{
     Answer, Generator, Layout, Number, Problem, Tensor, bits, by_profile, by_types, for_each_pair, instruction_sets,
     masks, masks_for,
 };
@@ -82,7 +80,7 @@ impl<T: Number, K: Number<Real = T::Real>> Packed<T, K> {
             let part = |tensor: &Tensor<K>| tensor.part(2, k[0]..k[1]);
             let problem =
                 Problem::<T, K>::new(self.problem.q.part(2, q[0]..q[1]), part(&self.problem.k), part(&self.problem.v));
-            let answer = common::run(&problem, config);
+            let answer = crate::common::run(&problem, config);
             for head in 0..num_heads {
                 for query in 0..q[1] - q[0] {
                     let (out, logsumexp) = answer.row([0, head, query]);
@@ -193,10 +191,10 @@ fn rows_of_no_sequence_are_left_alone_and_zero_in_new_memory() {
                 if query < 5 {
                     assert_eq!(in_new_memory.to_bits(), x.to_bits());
                 } else {
-                    assert_eq!([in_new_memory.to_bits(), x.to_bits()], [0, common::CANARY.to_bits()]);
+                    assert_eq!([in_new_memory.to_bits(), x.to_bits()], [0, crate::common::CANARY.to_bits()]);
                 }
             }
-            assert_eq!(logsumexp.to_bits() == common::CANARY.to_bits(), query >= 5);
+            assert_eq!(logsumexp.to_bits() == crate::common::CANARY.to_bits(), query >= 5);
         }
     }
 }
@@ -207,7 +205,7 @@ fn no_sequences_and_empty_ones_write_nothing() {
         let packed = Packed::<f32>::new(SMALL, lens, 3, 6);
         let answer = packed.run(&AttentionConfig::causal(), Layout::PaddedRows);
         answer.out.assert_untouched();
-        assert_eq!(bits(&answer.logsumexp), vec![u64::from(common::CANARY.to_bits()); answer.logsumexp.len()]);
+        assert_eq!(bits(&answer.logsumexp), vec![u64::from(crate::common::CANARY.to_bits()); answer.logsumexp.len()]);
         assert_eq!(packed_plan(&packed, &AttentionConfig::causal()).workspace_len(), 0);
     }
 }
@@ -266,7 +264,7 @@ fn refused(q: &[usize], k: &[usize]) -> AttentionError {
     let mut outputs = AttentionOutputs::new(answer.out.view_mut()).with_logsumexp(&mut answer.logsumexp);
     let error = attention_varlen_into(&inputs, &mut outputs, offsets, &config).unwrap_err();
     answer.out.assert_untouched();
-    assert!(answer.logsumexp.iter().all(|x| x.to_bits() == common::CANARY.to_bits()));
+    assert!(answer.logsumexp.iter().all(|x| x.to_bits() == crate::common::CANARY.to_bits()));
     assert_eq!(attention_varlen(&inputs, offsets, &config).unwrap_err(), error);
     assert_eq!(VarlenPlan::new(&packed.problem.shape(), offsets, &config).unwrap_err(), error);
     error
@@ -299,11 +297,11 @@ fn tensors_that_are_not_packed_are_errors() {
     let config = AttentionConfig::causal();
     let refused = |inputs, out: [usize; 4], logsumexp: usize| {
         let mut out = Tensor::<f32>::unwritten(out, Layout::Bhsd);
-        let mut logsumexp = vec![common::CANARY; logsumexp];
+        let mut logsumexp = vec![crate::common::CANARY; logsumexp];
         let mut outputs = AttentionOutputs::new(out.view_mut()).with_logsumexp(&mut logsumexp);
         let error = attention_varlen_into(&inputs, &mut outputs, packed.cu_seqlens(), &config).unwrap_err();
         out.assert_untouched();
-        assert!(logsumexp.iter().all(|x| x.to_bits() == common::CANARY.to_bits()));
+        assert!(logsumexp.iter().all(|x| x.to_bits() == crate::common::CANARY.to_bits()));
         error
     };
     let inputs = || packed.problem.inputs();

@@ -1,8 +1,6 @@
 //! NaN and infinity: hidden ones change no bit, visible ones reach exactly the rows that see them.
 
-mod common;
-
-use common::{
+use crate::common::{
     Answer, Layout, Number, Problem, Real, Tensor, by_types, for_each_pair, instruction_sets, masks_for, one_head,
     run_on, top_left, visible_keys,
 };
@@ -225,7 +223,7 @@ fn scores_problem<T: Number, K: Number<Real = T::Real>>(scores: &[f64], q_len: u
     Problem::new(
         Tensor::from_fn([1, 1, q_len, 1], Layout::Bhsd, |_| T::exactly(1.0)),
         Tensor::from_fn([1, 1, scores.len(), 1], Layout::Bhsd, |[_, _, j, _]| K::exactly(scores[j])),
-        Tensor::from_fn([1, 1, scores.len(), 2], Layout::Bhsd, common::pattern),
+        Tensor::from_fn([1, 1, scores.len(), 2], Layout::Bhsd, crate::common::pattern),
     )
 }
 
@@ -254,7 +252,7 @@ fn a_visible_score_of_infinity_gives_nan_for<T: Number, K: Number<Real = T::Real
 #[test]
 fn a_score_that_overflows_to_infinity_gives_nan() {
     for set in instruction_sets() {
-        let mut problem = common::normal_problem(&one_head(20, 30, 3, 4), 9);
+        let mut problem = crate::common::normal_problem(&one_head(20, 30, 3, 4), 9);
         let clean = run_on(set, &problem, &AttentionConfig::causal());
         problem.q.fill_row([0, 0, 6], 3e30);
         problem.k.fill_row([0, 0, 2], 3e30);
@@ -281,7 +279,7 @@ fn a_score_of_minus_infinity_takes_no_weight_for<T: Number, K: Number<Real = T::
             for set in instruction_sets() {
                 for (out, logsumexp) in outs_of_scores::<T, K>(set, &infinite) {
                     for (d, out) in out.into_iter().enumerate() {
-                        let sum: f64 = finite.clone().map(|j| common::pattern::<K>([0, 0, j, d]).value()).sum();
+                        let sum: f64 = finite.clone().map(|j| crate::common::pattern::<K>([0, 0, j, d]).value()).sum();
                         let mean = sum / finite.len() as f64;
                         assert!(
                             (out - mean).abs() < 1e-5 + T::ulp(mean) / 2.0,
@@ -315,7 +313,7 @@ fn only_scores_of_minus_infinity_give_nan_unlike_hidden_ones_for<T: Number, K: N
                 assert!(out.iter().all(|x| x.is_nan()), "{set}, row {query}: {out:?}");
             }
             let (out, _) = answer.row_values([0, 0, kv_len]);
-            let value = |d| T::nearest(common::pattern::<K>([0, 0, kv_len, d]).value()).value();
+            let value = |d| T::nearest(crate::common::pattern::<K>([0, 0, kv_len, d]).value()).value();
             assert!(out.iter().enumerate().all(|(d, &x)| x == value(d)), "{set}: {out:?}");
         }
     }

@@ -1,0 +1,23 @@
+//! The laws: what attention must give, on every instruction set. One program, so that the generic code of the library is compiled once for all of
+//! them; what needs a process of its own (a counting allocator, environment variables, no thread pool) lies beside it.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bits;
+mod decode;
+mod element_types;
+mod errors;
+mod faults;
+mod found;
+mod guard_pages;
+mod kv_cache;
+mod kv_cache_errors;
+mod masks;
+mod merge;
+mod modifiers;
+mod non_finite;
+mod proptest_reference;
+mod real_model;
+mod semantics;
+mod varlen;
