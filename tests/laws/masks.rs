@@ -2,10 +2,10 @@
 
 use crate::common::{
     BoolTensor, Expected, Layout, Number, Operands, Problem, Tensor, by_profile, by_types, for_each_pair,
-    instruction_sets, one_head, run, run_on,
+    instruction_sets, one_head, run_on,
 };
 use fused_attention::{
-    AttentionConfig, AttentionError, AttentionPlan, AttentionShape, CausalAlignment, KvPadding, Parallelism, attention,
+    AttentionConfig, AttentionError, AttentionPlan, AttentionShape, CausalAlignment, KvPadding, attention,
 };
 
 /// Keys around which a window may go wrong: tiles, panels, blocks of keys, and their neighbours.
@@ -400,6 +400,8 @@ fn hidden_keys_and_values_cannot_change_any_bit_for<T: Number, K: Number<Real = 
 #[cfg(feature = "rayon")]
 #[test]
 fn threads_do_not_change_any_bit() {
+    use crate::common::run;
+    use fused_attention::Parallelism;
     let shape = AttentionShape { batch: 1, num_heads: 4, num_kv_heads: 2, ..one_head(300, 400, 32, 32) };
     for shape in [shape, AttentionShape { q_len: 2, kv_len: 3000, ..shape }] {
         let mut problem: Problem = Problem::normal(&shape, 15);
