@@ -42,7 +42,7 @@ use pulp::Simd;
 /// | set | registers | tile | accumulators | loads per FMA | why |
 /// |---|---|---|---|---|---|
 /// | AVX2 | 16 x 8 lanes | 6 x 2 | 12 | 8 / 12 | 12 accumulators + 2 of Q + 1 broadcast fit; 4 x 3 spills, 12 x 1 is load-bound |
-/// | AVX-512 | 32 x 16 | 12 x 2 | 24 | 14 / 24 | 24 + 2 + 1 fit; a panel of 32 rows; embedded broadcasts, 26 loads, are 9 % slower [measured] |
+/// | AVX-512 | 32 x 16 | 12 x 2 | 24 | 14 / 24 | 24 + 2 + 1 fit; a panel of 32 rows; embedded broadcasts, 26 loads, are 9 % slower |
 /// | NEON | 32 x 4 | 6 x 4 | 24 | 10 / 24, of values 6 / 24 | 24 + 4 + 2 fit; one load brings up to 4 values, FMAs take them by element |
 /// | portable | 16 x 4 (SSE2) | 4 x 2 | 8 | 6 / 8 | without FMA every product needs a register of its own |
 ///

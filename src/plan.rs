@@ -422,8 +422,10 @@ mod tests {
                 let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, .. } = plan.blocks;
                 let scores = if path == Path::Decode { rows * (kv_block + 16) } else { panel_rows * kv_block };
                 let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
+                let padded_dim = head_dim.next_multiple_of(16);
+                let q_panels = if path == Path::Decode { head_dim + padded_dim } else { head_dim };
                 let arrays =
-                    [rows * head_dim, rows * value_dim, rows, rows, panel_rows, scores, kv_block * k, kv_block * v];
+                    [rows * q_panels, rows * value_dim, rows, rows, panel_rows, scores, kv_block * k, kv_block * v];
                 let size = size_of::<A>();
                 let bytes: usize = arrays.iter().map(|len| (size * len).next_multiple_of(64)).sum();
                 let partials = match chunks {

@@ -485,5 +485,5 @@ fn worth_packing(task: &RowBlock, key_stride: usize, dim: usize) -> bool {
     key_stride != dim && task.rows > (FEWEST_PANELS - 1) * task.panel_rows
 }
 
-/// Panels of a task up to which K and V are fetched ahead. [measured] in benches/results/log.md.
+/// Panels of a task up to which K and V are fetched ahead. Measured in benches/results/log.md.
 const FEW_PANELS: usize = 2;

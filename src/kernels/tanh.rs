@@ -8,7 +8,7 @@
 //! 1. Near 0, where `n = 0`, nothing is subtracted: the result is relatively exact down to the subnormals. Elsewhere `2^n - 1` is at most
 //!    -1/2, and what is added to it smaller.
 //! 2. `y` is raised to -40 at least (f64: -80), where tanh is 1 as rounded. A NaN comes through, as in [`exp`](super::exp).
-//! 3. f32: `q` has degree 4, error 1.7e-8 of `e^r - 1`. f64: `q` is that of [`exp_f64`](super::exp_f64).
+//! 3. f32: `q` has degree 4, error 1.7e-8 of `e^r - 1`. f64: `q` is that of [`super::exp_f64`].
 //!
 //! Largest error: f32 2.5e-7, f64 5e-16, relative; a little more where multiply-add is not fused.
 
