@@ -205,7 +205,8 @@ pub(crate) struct Softcap(pub(crate) f64);
 impl ScoreModifier for Softcap {
     #[inline(always)]
     fn modify<V: ScoreVector>(&self, score: V, _: &ScoreContext<'_, V>) -> V {
-        score.splat(self.0) * (score * score.splat(1.0 / self.0)).tanh()
+        let softcap = score.splat(self.0);
+        softcap * (score / softcap).tanh() // a factor 1 / softcap would round once more, and scores of 50 show it
     }
 }
 
