@@ -10,7 +10,7 @@
 //! 2. `y` is raised to -40 at least (f64: -80), where tanh is 1 as rounded. A NaN comes through, as in [`exp`](super::exp).
 //! 3. f32: `q` has degree 4, error 1.7e-8 of `e^r - 1`. f64: `q` is that of [`super::exp_f64`].
 //!
-//! Largest error: f32 1.75e-7, f64 4.2e-16, relative; up to 1.6 times that where multiply-add is not fused.
+//! Largest error: f32 1.75e-7, f64 5e-16, relative; up to 1.6 times that where multiply-add is not fused.
 
 use core::f32::consts::LOG2_E;
 use core::f64::consts::LOG2_E as LOG2_E_F64;
@@ -156,7 +156,7 @@ mod tests {
             assert!(largest <= 1.75e-7 * slack && largest >= 1.4e-7, "{set}: {largest:e}");
             let errors = x.iter().zip(tanh_f64(set, &x)).map(|(&x, y)| error(y, x.tanh()));
             let largest = errors.filter(|error| !error.is_nan()).fold(0.0, f64::max);
-            assert!(largest <= 4.2e-16 * slack && largest >= 2.2e-16, "{set}: {largest:e}");
+            assert!(largest <= 5e-16 * slack && largest >= 2.2e-16, "{set}: {largest:e}");
         }
     }
 
