@@ -209,9 +209,7 @@ pub fn attention<T: Element, K: Element<Acc = T::Acc>>(
     inputs: &AttentionInputs<'_, T, K>,
     config: &AttentionConfig,
 ) -> Result<Vec<T>, AttentionError> {
-    allocate_and_run(inputs, config, |plan, outputs| {
-        run_with_thread_workspace(plan, outputs, |outputs, workspace| plan.run(inputs, outputs, workspace))
-    })
+    allocate_and_run(inputs, config, |plan, outputs, workspace| plan.run(inputs, outputs, workspace))
 }
 
 /// As [`attention()`], with a function of your own applied to each score. See [`ScoreModifier`].
@@ -223,23 +221,21 @@ pub fn attention_with_modifier<T: Element, K: Element<Acc = T::Acc>, M: ScoreMod
     config: &AttentionConfig,
     modifier: &M,
 ) -> Result<Vec<T>, AttentionError> {
-    allocate_and_run(inputs, config, |plan, outputs| {
-        run_with_thread_workspace(plan, outputs, |outputs, workspace| {
-            plan.run_with_modifier(inputs, outputs, workspace, modifier)
-        })
+    allocate_and_run(inputs, config, |plan, outputs, workspace| {
+        plan.run_with_modifier(inputs, outputs, workspace, modifier)
     })
 }
 
 fn allocate_and_run<T: Element, K: Element<Acc = T::Acc>>(
     inputs: &AttentionInputs<'_, T, K>,
     config: &AttentionConfig,
-    run: impl Fn(&AttentionPlan<T::Acc>, &mut AttentionOutputs<'_, T>) -> Result<(), AttentionError>,
+    run: impl FnOnce(&AttentionPlan<T::Acc>, &mut AttentionOutputs<'_, T>, &mut Workspace) -> Result<(), AttentionError>,
 ) -> Result<Vec<T>, AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *plan.shape();
     let mut out = new_output(plan.shape())?;
     let view = TensorViewMut::from_bhsd(&mut out, [batch, num_heads, q_len, value_dim])?;
-    run(&plan, &mut AttentionOutputs::new(view))?;
+    with_thread_workspace(plan.workspace_len(), |workspace| run(&plan, &mut AttentionOutputs::new(view), workspace))?;
     Ok(out)
 }
 
@@ -289,7 +285,7 @@ pub fn attention_into<T: Element, K: Element<Acc = T::Acc>>(
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
-    run_with_thread_workspace(&plan, outputs, |outputs, workspace| plan.run(inputs, outputs, workspace))
+    with_thread_workspace(plan.workspace_len(), |workspace| plan.run(inputs, outputs, workspace))
 }
 
 /// As [`attention_into`], with a function of your own applied to each score. See [`ScoreModifier`].
@@ -304,17 +300,9 @@ pub fn attention_into_with_modifier<T: Element, K: Element<Acc = T::Acc>, M: Sco
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
-    run_with_thread_workspace(&plan, outputs, |outputs, workspace| {
+    with_thread_workspace(plan.workspace_len(), |workspace| {
         plan.run_with_modifier(inputs, outputs, workspace, modifier)
     })
-}
-
-fn run_with_thread_workspace<T: Element>(
-    plan: &AttentionPlan<T::Acc>,
-    outputs: &mut AttentionOutputs<'_, T>,
-    run: impl FnOnce(&mut AttentionOutputs<'_, T>, &mut Workspace) -> Result<(), AttentionError>,
-) -> Result<(), AttentionError> {
-    with_thread_workspace(plan.workspace_len(), |workspace| run(outputs, workspace))
 }
 
 /// Runs with at least so many bytes of this thread's scratch.

@@ -136,7 +136,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
             score_rows::<S, A, K, KEYS, ROWS>(simd, q, self.k.from(any.start), keys_and_dim, scores, &mut ahead[0]);
         }
         let mut rescale = [A::ZERO; ROWS];
-        let mut keys_done = false;
+        let mut hides_keys = false;
         if ROWS > 1 && self.pass.is_none() && any == all && any.len().is_multiple_of(A::lanes::<S>()) {
             rescale = softmax_rows::<S, A, ROWS>(
                 simd,
@@ -145,36 +145,32 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 &mut self.scratch.running_max[first..first + ROWS],
                 &mut self.scratch.running_sum[first..first + ROWS],
             );
-            keys_done = true;
-        }
-        let mut hides_keys = false;
-        for (row, keys) in keys.iter().enumerate() {
-            if keys_done {
-                break;
+        } else {
+            for (row, keys) in keys.iter().enumerate() {
+                if keys.is_empty() {
+                    rescale[row] = A::from_index(1);
+                    continue;
+                }
+                let lanes = A::lanes::<S>();
+                let scores = &mut self.scratch.scores[(first + row) * stride..][..stride];
+                let scores = &mut scores[keys.start..][..keys.len().next_multiple_of(lanes)];
+                let (mut scale, mut is_first) = (self.scale, self.is_first);
+                if let Some(pass) = self.pass {
+                    let (row, first_key) = (first + row, self.first_key + keys.start);
+                    let (task, keys) = (self.task, keys.len());
+                    hides_keys |= pass.modify_row(ScoreRow { task, row, first_key, keys, scores: &mut *scores, scale });
+                    // The short way of a row's only keys takes them all as visible.
+                    (scale, is_first) = (A::from_index(1), false);
+                }
+                rescale[row] = softmax_row(
+                    simd,
+                    (scores, keys.len()),
+                    scale,
+                    is_first,
+                    &mut self.scratch.running_max[first + row],
+                    &mut self.scratch.running_sum[first + row],
+                );
             }
-            if keys.is_empty() {
-                rescale[row] = A::from_index(1);
-                continue;
-            }
-            let lanes = A::lanes::<S>();
-            let scores = &mut self.scratch.scores[(first + row) * stride..][..stride];
-            let scores = &mut scores[keys.start..][..keys.len().next_multiple_of(lanes)];
-            let (mut scale, mut is_first) = (self.scale, self.is_first);
-            if let Some(pass) = self.pass {
-                let (row, first_key) = (first + row, self.first_key + keys.start);
-                let (task, keys) = (self.task, keys.len());
-                hides_keys |= pass.modify_row(ScoreRow { task, row, first_key, keys, scores: &mut *scores, scale });
-                // The short way of a row's only keys takes them all as visible.
-                (scale, is_first) = (A::from_index(1), false);
-            }
-            rescale[row] = softmax_row(
-                simd,
-                (scores, keys.len()),
-                scale,
-                is_first,
-                &mut self.scratch.running_max[first + row],
-                &mut self.scratch.running_sum[first + row],
-            );
         }
         let v = self.v.from(any.start);
         // SAFETY: `v` is valid for the rows of the block, inside which `any` lies.
@@ -200,7 +196,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 (is_new, rescale) = ([false; ROWS], [A::from_index(1); ROWS]);
                 continue;
             }
-            for row in 0..if ROWS > 1 { ROWS } else { 0 } {
+            for row in 0..ROWS {
                 let edge = keys[row].start.max(from)..keys[row].end.min(to);
                 if !edge.is_empty() {
                     let rescale_row = (!is_new[row]).then_some([rescale[row]]);

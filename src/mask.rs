@@ -166,14 +166,7 @@ impl<V: Copy, const ROW_VECTORS: usize> RowBounds<V, ROW_VECTORS> {
         scores: &mut [[V; ROW_VECTORS]],
         first_key: usize,
     ) {
-        let hidden = A::splat(simd, A::NEG_INFINITY);
-        for (key, scores) in scores.iter_mut().enumerate() {
-            let key = A::splat(simd, A::from_index(first_key + key));
-            for vector in 0..ROW_VECTORS {
-                let before = A::less_than(simd, key, self.starts[vector]);
-                scores[vector] = A::select(simd, before, hidden, scores[vector]);
-            }
-        }
+        hide::<S, A, true, ROW_VECTORS>(simd, scores, first_key, &self.starts);
     }
 
     /// The same for the keys after a row's last.
@@ -184,13 +177,24 @@ impl<V: Copy, const ROW_VECTORS: usize> RowBounds<V, ROW_VECTORS> {
         scores: &mut [[V; ROW_VECTORS]],
         first_key: usize,
     ) {
-        let hidden = A::splat(simd, A::NEG_INFINITY);
-        for (key, scores) in scores.iter_mut().enumerate() {
-            let key = A::splat(simd, A::from_index(first_key + key));
-            for vector in 0..ROW_VECTORS {
-                let sees = A::less_than(simd, key, self.ends[vector]);
-                scores[vector] = A::select(simd, sees, scores[vector], hidden);
-            }
+        hide::<S, A, false, ROW_VECTORS>(simd, scores, first_key, &self.ends);
+    }
+}
+
+/// Hides the keys `BEFORE` each row's bound, or those from it on.
+#[inline(always)]
+fn hide<S: Simd, A: Lane, const BEFORE: bool, const ROW_VECTORS: usize>(
+    simd: S,
+    scores: &mut [[A::Vector<S>; ROW_VECTORS]],
+    first_key: usize,
+    bounds: &[A::Vector<S>; ROW_VECTORS],
+) {
+    let hidden = A::splat(simd, A::NEG_INFINITY);
+    for (key, scores) in scores.iter_mut().enumerate() {
+        let key = A::splat(simd, A::from_index(first_key + key));
+        for vector in 0..ROW_VECTORS {
+            let (before, from) = if BEFORE { (hidden, scores[vector]) } else { (scores[vector], hidden) };
+            scores[vector] = A::select(simd, A::less_than(simd, key, bounds[vector]), before, from);
         }
     }
 }

@@ -370,12 +370,18 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     /// Divides by the running sums and writes the rows.
     fn finish(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
-        let OutputRows { out, layout, logsumexp, .. } = self.outputs;
+        let OutputRows { out, layout, .. } = self.outputs;
         let may_hide = self.pass.is_some_and(|pass| pass.may_hide());
         if may_hide || self.inputs.sinks.is_some() {
             self.settle(task, scratch, may_hide);
-        } else if let Some(logsumexp) = logsumexp {
-            self.write_logsumexp(task, scratch, logsumexp);
+        } else if self.outputs.logsumexp.is_some() {
+            for row in 0..task.rows {
+                let value = match task.row_sees_keys(row) {
+                    false => T::Acc::NEG_INFINITY,
+                    true => T::Acc::logsumexp(scratch.running_max[row], scratch.running_sum[row]),
+                };
+                self.write_logsumexp(task.index(row), value);
+            }
         }
         if layout.shape[3] == 0 {
             return;
@@ -414,23 +420,19 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
     /// What mask, bias and sinks leave to be done once all keys are in: rows that see none of them, and the sink in the sum. Writes
     /// log-sum-exps, and makes the running sum what the accumulators are to be divided by.
     fn settle(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>, may_hide: bool) {
-        let (num_heads, stride) = (self.outputs.layout.shape[1], self.outputs.logsumexp_stride);
         for row in 0..task.rows {
-            let [batch, head, query] = task.index(row);
+            let index = task.index(row);
             let sum = scratch.running_sum[row];
             // A sum is 0 where all scores are -inf: hidden, or visible with that score. A visible finite one makes it 1 at least.
             let sees_keys = task.row_sees_keys(row) && !(may_hide && sum.is_zero() && self.hides_row(task, row));
             // No sink is one of no weight.
-            let sink = self.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+            let sink = self.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[index[1]]));
             let (sum, logsumexp) = match sees_keys {
                 true => with_sink(scratch.running_max[row], sum, sink),
                 false => (T::Acc::from_f64(f64::INFINITY), T::Acc::from_f64(sink)), // the accumulators are 0
             };
             scratch.running_sum[row] = sum;
-            if let Some(to) = self.outputs.logsumexp {
-                // SAFETY: as in `write_logsumexp`.
-                unsafe { to.add((batch * num_heads + head) * stride + query).write(logsumexp) };
-            }
+            self.write_logsumexp(index, logsumexp);
         }
     }
 
@@ -442,14 +444,10 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         keys.all(|key| self.pass.is_some_and(|pass| pass.hides(index, key)))
     }
 
-    fn write_logsumexp(&self, task: &RowBlock, scratch: &Scratch<'_, T::Acc>, logsumexp: *mut T::Acc) {
+    /// Of a row of the task in hand, where it is wanted.
+    fn write_logsumexp(&self, [batch, head, query]: [usize; 3], value: T::Acc) {
         let (num_heads, stride) = (self.outputs.layout.shape[1], self.outputs.logsumexp_stride);
-        for row in 0..task.rows {
-            let value = match task.row_sees_keys(row) {
-                false => T::Acc::NEG_INFINITY,
-                true => T::Acc::logsumexp(scratch.running_max[row], scratch.running_sum[row]),
-            };
-            let [batch, head, query] = task.index(row);
+        if let Some(logsumexp) = self.outputs.logsumexp {
             // SAFETY: the slice holds batch * num_heads * q_len elements (checked by the plan) and this one is this
             // task's alone.
             unsafe { logsumexp.add((batch * num_heads + head) * stride + query).write(value) };

@@ -18,7 +18,7 @@ use core::f32::consts::LOG2_E;
 
 use pulp::Simd;
 
-use super::lane::{Lane, has_fma};
+use super::lane::{Lane, at_least};
 
 /// Up to this e^x is taken as 0: -125.5 / log2(e), rounded down.
 #[cfg(test)]
@@ -32,12 +32,7 @@ const COEFFICIENTS: [f32; 6] = [2.0, 1.386293888, 0.480444788, 0.1110147088, 0.0
 #[inline(always)]
 pub(crate) fn exp_f32<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const ROUND: f32 = 12_582_912.0 + 126.0; // 1.5 * 2^23 + the exponent bias - 1
-    let least = simd.splat_f32s(-87.3); // times log2(e): -125.9, which rounds to -126
-    let x = if has_fma::<S>() {
-        simd.max_f32s(least, x) // NaN in the second operand survives: x86 returns that operand, NEON any NaN
-    } else {
-        simd.select_f32s(simd.less_than_f32s(x, least), least, x) // the portable maximum would drop NaN
-    };
+    let x = at_least(simd, x, -87.3f32); // times log2(e): -125.9, which rounds to -126
     let (round, log2e) = (simd.splat_f32s(ROUND), simd.splat_f32s(LOG2_E));
     let shifted = <f32 as Lane>::mul_add(simd, x, log2e, round);
     let fraction = <f32 as Lane>::mul_add(simd, x, log2e, simd.sub_f32s(round, shifted));

@@ -14,7 +14,7 @@ use core::f64::consts::LOG2_E;
 
 use pulp::{Simd, bytemuck};
 
-use super::lane::{Lane, has_fma};
+use super::lane::{Lane, at_least};
 
 /// Up to this e^x is taken as 0: -1021.5 * ln(2), rounded down.
 #[cfg(test)]
@@ -38,32 +38,37 @@ pub(super) const COEFFICIENTS: [f64; 12] = [
 ];
 
 /// The first 33 bits of ln(2), and the rest.
-pub(super) const LN_2: [f64; 2] = [f64::from_bits(0x3fe6_2e42_fee0_0000), f64::from_bits(0x3dea_39ef_3579_3c76)];
+const LN_2: [f64; 2] = [f64::from_bits(0x3fe6_2e42_fee0_0000), f64::from_bits(0x3dea_39ef_3579_3c76)];
 
-/// e^x for `x` in [-inf, 708] or NaN; exactly 0 up to -708.05, NaN for NaN.
+/// `x = n ln(2) + r`: the integer `n`, as a number, and `r`.
 #[inline(always)]
-pub(crate) fn exp_f64<S: Simd>(simd: S, x: S::f64s) -> S::f64s {
-    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
-    const FIELD: f64 = 1_572_864.0 + 1022.0; // 1.5 * 2^20 + the exponent bias - 1
-    let least = simd.splat_f64s(-708.4); // times log2(e): -1022.0, whose field is 0
-    let x = if has_fma::<S>() {
-        simd.max_f64s(least, x) // NaN in the second operand survives: x86 returns that operand, NEON any NaN
-    } else {
-        simd.select_f64s(simd.less_than_f64s(x, least), least, x) // the portable maximum would drop NaN
-    };
-    let round = simd.splat_f64s(ROUND);
+pub(super) fn split<S: Simd>(simd: S, x: S::f64s) -> (S::f64s, S::f64s) {
+    let round = simd.splat_f64s(6_755_399_441_055_744.0); // 1.5 * 2^52
     let n = simd.sub_f64s(<f64 as Lane>::mul_add(simd, x, simd.splat_f64s(LOG2_E), round), round);
     let mut r = x;
     for ln_2 in LN_2 {
         r = <f64 as Lane>::mul_add(simd, n, simd.splat_f64s(-ln_2), r);
     }
+    (n, r)
+}
+
+/// The number whose exponent field is `n + bias`: 2^n where that is 1023.
+#[inline(always)]
+pub(super) fn power<S: Simd>(simd: S, n: S::f64s, bias: f64) -> S::f64s {
+    let field: S::u32s = bytemuck::cast(simd.add_f64s(n, simd.splat_f64s(1_572_864.0 + bias))); // 1.5 * 2^20
+    bytemuck::cast(simd.wrapping_dyn_shl_u32s(field, simd.splat_u32s(20)))
+}
+
+/// e^x for `x` in [-inf, 708] or NaN; exactly 0 up to -708.05, NaN for NaN.
+#[inline(always)]
+pub(crate) fn exp_f64<S: Simd>(simd: S, x: S::f64s) -> S::f64s {
+    // -708.4 times log2(e) is -1022.0, whose field is 0.
+    let (n, r) = split(simd, at_least(simd, x, -708.4f64));
     let mut p = simd.splat_f64s(COEFFICIENTS[11]);
     for c in COEFFICIENTS[..11].iter().rev() {
         p = <f64 as Lane>::mul_add(simd, p, r, simd.splat_f64s(*c));
     }
-    let field: S::u32s = bytemuck::cast(simd.add_f64s(n, simd.splat_f64s(FIELD)));
-    let power: S::f64s = bytemuck::cast(simd.wrapping_dyn_shl_u32s(field, simd.splat_u32s(20)));
-    simd.mul_f64s(p, power)
+    simd.mul_f64s(p, power(simd, n, 1022.0)) // one less than the bias: p has a factor of 2
 }
 
 #[cfg(test)]

@@ -141,6 +141,17 @@ pub(crate) fn has_fma<S: Simd>() -> bool {
     ![TypeId::of::<Scalar128b>(), TypeId::of::<Scalar256b>(), TypeId::of::<Scalar512b>()].contains(&set)
 }
 
+/// `x`, or `least` where `x` is less. NaN stays.
+#[inline(always)]
+pub(crate) fn at_least<S: Simd, A: Lane>(simd: S, x: A::Vector<S>, least: A) -> A::Vector<S> {
+    let least = A::splat(simd, least);
+    if has_fma::<S>() {
+        A::max(simd, least, x) // NaN in the second operand survives: x86 returns that operand, NEON any NaN
+    } else {
+        A::select(simd, A::less_than(simd, x, least), least, x) // the portable maximum would drop NaN
+    }
+}
+
 impl Lane for f32 {
     type Vector<S: Simd> = S::f32s;
     type Mask<S: Simd> = S::m32s;

@@ -13,12 +13,11 @@
 //! Largest error: f32 1.75e-7, f64 5e-16, relative; up to 1.6 times that where multiply-add is not fused.
 
 use core::f32::consts::LOG2_E;
-use core::f64::consts::LOG2_E as LOG2_E_F64;
 
-use pulp::{Simd, bytemuck};
+use pulp::Simd;
 
 use super::exp_f64;
-use super::lane::{Lane, has_fma};
+use super::lane::{Lane, at_least};
 
 /// Coefficients of `q`: minimax for the relative error of `e^r - 1` on [-ln(2)/2, ln(2)/2].
 #[allow(clippy::excessive_precision)] // these decimals are the exact bits of the fit
@@ -32,12 +31,7 @@ const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 pub(crate) fn tanh_f32<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const ROUND: f32 = 12_582_912.0 + 127.0; // 1.5 * 2^23 + the exponent bias
     let y = simd.mul_f32s(simd.abs_f32s(x), simd.splat_f32s(-2.0));
-    let least = simd.splat_f32s(-40.0);
-    let y = if has_fma::<S>() {
-        simd.max_f32s(least, y) // NaN in the second operand survives, see `exp`
-    } else {
-        simd.select_f32s(simd.less_than_f32s(y, least), least, y)
-    };
+    let y = at_least(simd, y, -40.0f32);
     let round = simd.splat_f32s(ROUND);
     let shifted = <f32 as Lane>::mul_add(simd, y, simd.splat_f32s(LOG2_E), round);
     let n = simd.sub_f32s(shifted, round);
@@ -56,29 +50,14 @@ pub(crate) fn tanh_f32<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 /// tanh of any number; NaN for NaN.
 #[inline(always)]
 pub(crate) fn tanh_f64<S: Simd>(simd: S, x: S::f64s) -> S::f64s {
-    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
-    const FIELD: f64 = 1_572_864.0 + 1023.0; // 1.5 * 2^20 + the exponent bias
     let y = simd.mul_f64s(simd.abs_f64s(x), simd.splat_f64s(-2.0));
-    let least = simd.splat_f64s(-80.0);
-    let y = if has_fma::<S>() {
-        simd.max_f64s(least, y) // NaN in the second operand survives, see `exp`
-    } else {
-        simd.select_f64s(simd.less_than_f64s(y, least), least, y)
-    };
-    let round = simd.splat_f64s(ROUND);
-    let n = simd.sub_f64s(<f64 as Lane>::mul_add(simd, y, simd.splat_f64s(LOG2_E_F64), round), round);
-    let mut r = y;
-    for ln_2 in exp_f64::LN_2 {
-        r = <f64 as Lane>::mul_add(simd, n, simd.splat_f64s(-ln_2), r);
-    }
-    let field: S::u32s = bytemuck::cast(simd.add_f64s(n, simd.splat_f64s(FIELD)));
-    let power: S::f64s = bytemuck::cast(simd.wrapping_dyn_shl_u32s(field, simd.splat_u32s(20)));
+    let (n, r) = exp_f64::split(simd, at_least(simd, y, -80.0f64));
     // Those are coefficients of 2 e^r.
     let mut q = simd.splat_f64s(exp_f64::COEFFICIENTS[11] / 2.0);
     for c in exp_f64::COEFFICIENTS[2..11].iter().rev() {
         q = <f64 as Lane>::mul_add(simd, q, r, simd.splat_f64s(*c / 2.0));
     }
-    finish::<S, f64>(simd, x, r, q, power)
+    finish::<S, f64>(simd, x, r, q, exp_f64::power(simd, n, 1023.0))
 }
 
 /// From `r`, `q(r)` and `2^n` to the result with the sign of `x`.
