@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+use std::mem;
 use std::ops::Range;
 
 use pulp::Simd;
@@ -21,6 +22,24 @@ use crate::row_block::RowBlock;
 use crate::score_pass::{ScorePass, ScoreRow};
 use crate::workspace::Scratch;
 
+/// What a task knows of its rows from one block of keys to the next, beside their accumulators.
+pub(crate) struct DecodeRows<A> {
+    /// Rows of Q, unscaled, each valid for reading `head_dim` elements.
+    q: [*const A; MAX_DECODE_ROWS],
+    scale: A,
+    /// No block was run yet: accumulators are written, not read.
+    is_first: bool,
+    /// Tiles of several rows, by their first row, whose Q was packed. Not all of them have a part in the first block.
+    is_packed: [bool; MAX_DECODE_ROWS],
+}
+
+impl<A> DecodeRows<A> {
+    /// Each row of Q that the task has must be valid for reading `head_dim` elements.
+    pub(crate) fn new(q: [*const A; MAX_DECODE_ROWS], scale: A) -> Self {
+        Self { q, scale, is_first: true, is_packed: [false; MAX_DECODE_ROWS] }
+    }
+}
+
 /// All rows of a task against one block of keys.
 pub(crate) struct DecodeBlock<'t, 's, A, K> {
     pub(crate) task: &'t RowBlock,
@@ -34,11 +53,7 @@ pub(crate) struct DecodeBlock<'t, 's, A, K> {
     pub(crate) next_keys: usize,
     pub(crate) head_dim: usize,
     pub(crate) value_dim: usize,
-    /// Rows of Q, unscaled, each valid for reading `head_dim` elements.
-    pub(crate) q_rows: [*const A; MAX_DECODE_ROWS],
-    pub(crate) scale: A,
-    /// The first block of the task: accumulators are written, not read.
-    pub(crate) is_first: bool,
+    pub(crate) rows: &'t mut DecodeRows<A>,
     /// What happens to scores, if anything. It scales them, too.
     pub(crate) pass: Option<&'t dyn ScorePass<A>>,
     pub(crate) scratch: &'t mut Scratch<'s, A>,
@@ -71,6 +86,7 @@ impl<A: Lane, K: Stored<A>> WithTiles for DecodeBlock<'_, '_, A, K> {
             self.run_rows::<S, 4, 8, 1>(simd, row);
             row += 1;
         }
+        self.rows.is_first = false;
     }
 }
 
@@ -86,6 +102,7 @@ impl<A: Lane> WithTiles for PortableDecodeBlock<'_, '_, A> {
         for row in 0..self.0.task.rows {
             self.0.run_rows::<S, 2, 4, 1>(simd, row);
         }
+        self.0.rows.is_first = false;
     }
 }
 
@@ -111,18 +128,18 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         // Only the first rows fetch: the others find the block in the cache.
         let (v, next_k) = (self.v.from(any.start), self.k.from(self.keys));
         let mut ahead = [
-            Fetch::new((first == 0).then_some(v), self.value_dim, self.q_rows[first]),
-            Fetch::new((first == 0 && self.next_keys > 0).then_some(next_k), self.head_dim, self.q_rows[first]),
+            Fetch::new((first == 0).then_some(v), self.value_dim, self.rows.q[first]),
+            Fetch::new((first == 0 && self.next_keys > 0).then_some(next_k), self.head_dim, self.rows.q[first]),
         ];
-        let mut q = self.q_rows[first];
+        let mut q = self.rows.q[first];
         if ROWS > 1 {
             // Behind the rows of Q that had to be converted, if any.
             let padded_dim = packed_len::<S, A>(1, self.head_dim);
             let packed = &mut self.scratch.q_panels[self.task.rows * self.head_dim + first * padded_dim..];
-            if self.is_first {
+            if !mem::replace(&mut self.rows.is_packed[first], true) {
                 let mut rows = [q; ROWS];
-                rows.copy_from_slice(&self.q_rows[first..first + ROWS]);
-                // SAFETY: rows of Q are valid for `head_dim` elements (see the field).
+                rows.copy_from_slice(&self.rows.q[first..first + ROWS]);
+                // SAFETY: rows of Q are valid for `head_dim` elements (see `DecodeRows::new`).
                 unsafe { pack_rows::<S, A, ROWS>(rows, self.head_dim, packed) };
             }
             q = packed[..ROWS * padded_dim].as_ptr();
@@ -141,7 +158,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
             rescale = softmax_rows::<S, A, ROWS>(
                 simd,
                 (&mut self.scratch.scores[first * stride + any.start..], stride, any.len()),
-                self.scale,
+                self.rows.scale,
                 &mut self.scratch.running_max[first..first + ROWS],
                 &mut self.scratch.running_sum[first..first + ROWS],
             );
@@ -154,7 +171,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
                 let lanes = A::lanes::<S>();
                 let scores = &mut self.scratch.scores[(first + row) * stride..][..stride];
                 let scores = &mut scores[keys.start..][..keys.len().next_multiple_of(lanes)];
-                let (mut scale, mut is_first) = (self.scale, self.is_first);
+                let (mut scale, mut is_first) = (self.rows.scale, self.rows.is_first);
                 if let Some(pass) = self.pass {
                     let (row, first_key) = (first + row, self.first_key + keys.start);
                     let (task, keys) = (self.task, keys.len());
@@ -180,7 +197,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
         // Keys that every row sees are multiplied together; before and after them each row is by itself.
         let (left, right) = if all.is_empty() { (any.end, any.end) } else { (all.start, all.end) };
         // Whether the accumulators of a row hold nothing yet: they are written then, not read.
-        let mut is_new = [self.is_first; ROWS];
+        let mut is_new = [self.rows.is_first; ROWS];
         for (from, to) in [(any.start, left), (left, right), (right, any.end)] {
             if from >= to {
                 continue;
@@ -221,7 +238,7 @@ impl<A: Lane, K: Stored<A>> DecodeBlock<'_, '_, A, K> {
             let index = self.task.index(first + row);
             let acc = &mut self.scratch.out_acc[(first + row) * self.value_dim..][..self.value_dim];
             for acc in acc {
-                *acc = if self.is_first { A::ZERO } else { acc.mul_scalar(rescale[row]) };
+                *acc = if self.rows.is_first { A::ZERO } else { acc.mul_scalar(rescale[row]) };
             }
             for key in keys {
                 if !self.pass.is_some_and(|pass| pass.hides(index, self.first_key + key)) {

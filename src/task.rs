@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr;
 
-use crate::decode::DecodeBlock;
+use crate::decode::{DecodeBlock, DecodeRows};
 use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
 use crate::kernels::{MAX_DECODE_ROWS, TileSizes, WithTiles};
@@ -130,13 +130,12 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let plan = self.plan;
         let task = RowBlock::new(plan, task, self.inputs.kv_lens);
         let scale = T::Acc::from_f64(plan.softmax_scale);
-        let q_rows = self.start(&task, scale, scratch);
+        let mut rows = DecodeRows::new(self.start(&task, scale, scratch), scale);
         let second_part = task.second_part();
-        let mut is_first = true;
         for task in [Some(&task), second_part.as_ref()].into_iter().flatten() {
             match plan.blocks.path {
                 Path::Prefill => self.prefill(task, scratch),
-                Path::Decode => self.decode(task, (q_rows, scale), &mut is_first, scratch),
+                Path::Decode => self.decode(task, &mut rows, scratch),
             }
         }
         if let Some(partials) = &self.partials {
@@ -196,13 +195,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         }
     }
 
-    fn decode(
-        &self,
-        task: &RowBlock,
-        (q_rows, scale): ([*const T::Acc; MAX_DECODE_ROWS], T::Acc),
-        is_first: &mut bool,
-        scratch: &mut Scratch<'_, T::Acc>,
-    ) {
+    fn decode(&self, task: &RowBlock, rows: &mut DecodeRows<T::Acc>, scratch: &mut Scratch<'_, T::Acc>) {
         let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
         let (set, end) = (self.plan.instruction_set, task.keys().end);
         let tensors = [&self.inputs.k, &self.inputs.v];
@@ -214,8 +207,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             }
             let next_keys = (end - keys.end).min(self.plan.blocks.kv_block);
             let (first_key, len) = (keys.start, keys.len());
-            let [k, v] = tensors.map(|tensor| self.rows_of(tensor, task, keys.clone()));
+            let (rows, pass) = (&mut *rows, self.pass);
             if in_place {
+                let [k, v] = tensors.map(|tensor| self.rows_of(tensor, task, keys.clone()));
                 let scratch = &mut *scratch;
                 let block = DecodeBlock {
                     task,
@@ -226,10 +220,8 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                     next_keys,
                     head_dim,
                     value_dim,
-                    q_rows,
-                    scale,
-                    is_first: *is_first,
-                    pass: self.pass,
+                    rows,
+                    pass,
                     scratch,
                 };
                 K::decode(set, block);
@@ -244,25 +236,22 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 }
                 let k = Rows { start: scratch.k_block.as_ptr(), stride: k_stride };
                 let v = Rows { start: scratch.v_block.as_ptr(), stride: v_stride };
-                let scratch = &mut *scratch;
+                let (next_keys, scratch) = (0, &mut *scratch);
                 let block = DecodeBlock {
                     task,
                     first_key,
                     keys: len,
                     k,
                     v,
-                    next_keys: 0,
+                    next_keys,
                     head_dim,
                     value_dim,
-                    q_rows,
-                    scale,
-                    is_first: *is_first,
-                    pass: self.pass,
+                    rows,
+                    pass,
                     scratch,
                 };
                 <T::Acc as Packing<T::Acc>>::decode(set, block);
             }
-            *is_first = false;
         }
     }
 

@@ -1,8 +1,9 @@
 //! Inputs that once broke something, each kept as the law that it broke.
 
-use crate::common::{CANARY, Expected, Problem, Tensor, instruction_sets, one_head};
+use crate::common::{CANARY, Expected, Problem, Tensor, instruction_sets, one_head, run_on};
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, TensorView, TensorViewMut, attention, attention_into, reference,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, CausalAlignment, TensorView, TensorViewMut,
+    attention, attention_into, reference,
 };
 
 /// An axis of one element may have any stride, the largest included.
@@ -112,6 +113,37 @@ fn results_that_underflow_have_the_same_bits_at_any_stride() {
             for (plain, strided) in plain.iter().zip(strided.iter().step_by(2)) {
                 assert_eq!((plain.to_bits(), strided.to_bits()), (0, 0), "{set}");
             }
+        }
+    }
+}
+
+/// Decode read a Q that nobody had packed, where the first keys of a task gave a tile of rows nothing to do: a prefix so short that its rows
+/// are computed one by one, with a window behind it; and a window that begins in a later block for the later rows.
+#[test]
+fn rows_that_have_no_part_in_the_first_block_find_their_q() {
+    let group = |num_heads, shape| AttentionShape { num_heads, ..shape };
+    let prefix = AttentionConfig::full().with_window(Some(16), Some(49)).with_prefix_len(1);
+    let cases = [
+        (group(2, one_head(1, 25, 1, 3)), prefix),
+        (group(4, one_head(1, 95, 20, 3)), AttentionConfig::full().with_window(Some(16), None).with_prefix_len(8)),
+        // Query i of 8 sees the key 28 + i alone, the next block begins with key 32.
+        (
+            one_head(8, 60, 20, 3),
+            AttentionConfig::causal().with_causal_alignment(CausalAlignment::Offset(28)).with_window(Some(0), None),
+        ),
+        (
+            one_head(8, 80, 20, 3),
+            AttentionConfig::causal().with_causal_alignment(CausalAlignment::Offset(58)).with_window(Some(30), None),
+        ),
+    ];
+    for (shape, config) in cases {
+        let problem: Problem = Problem::normal(&shape, 11);
+        // What an earlier call left in the scratch must not be what makes it right.
+        let other: Problem = Problem::normal(&AttentionShape { kv_len: 70, ..shape }, 12);
+        let expected = Expected::new(&problem, &config);
+        for set in instruction_sets() {
+            run_on(set, &other, &AttentionConfig::full());
+            expected.assert_met_by(&run_on(set, &problem, &config), &(set, shape, config));
         }
     }
 }
