@@ -17,123 +17,128 @@ use pulp::Simd;
 use crate::kernels::lane::Lane;
 use crate::{AttentionConfig, AttentionShape, CausalAlignment, KvPadding, Mask, Window};
 
-/// The keys that each query of one sequence sees.
+/// What decides which keys the queries of a sequence see: the config and the lengths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct VisibleKeys {
+    mask: Mask,
+    window: Window,
+    /// As the config has it, perhaps more than there are keys.
+    prefix_len: usize,
+    q_len: usize,
+    /// Of the tensor.
+    kv_len: usize,
+    /// Of a sequence that fills it.
+    whole: KeyRanges,
+}
+
+/// The keys that each query of one sequence sees: all that a task needs to know.
 ///
 /// Mask, window and prefix together show a query at position `x` the keys `0..prefix` and `x - left ..= x + right`. Without a limit to
 /// the left that is one range. With one it may be two, which are then two *parts*, one after the other: so whoever looks at one part
 /// meets one range a query, neither of whose ends ever falls from a query to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct VisibleKeys {
-    mask: Mask,
-    window: Window,
-    q_len: usize,
+pub(crate) struct KeyRanges {
     /// Where the sequence begins.
     first_key: usize,
     /// Keys of the sequence.
     kv_len: usize,
-    /// Keys visible to all as the config has it, perhaps more than there are.
-    prefix_len: usize,
     /// What a query's number is less than its position in the sequence.
     offset: isize,
-    part: Part,
-    /// Of the part: query `i` sees the keys from `i + from` to `i + to`, both brought into `at_least..=kv_len`.
+    /// Query `i` sees the keys from `i + from` to `i + to`, each at least what stands beside it and at most `kv_len`.
     from: isize,
+    from_at_least: isize,
     to: isize,
-    at_least: usize,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
-    /// All in one range.
-    Whole,
-    /// The keys of the prefix.
-    Prefix,
-    /// The keys behind the prefix.
-    Window,
+    to_at_least: isize,
+    /// `from` and `to` of the second part, whose keys lie behind `to_at_least`.
+    second: Option<[isize; 2]>,
 }
 
 impl VisibleKeys {
-    /// For a sequence that fills the tensor.
     pub(crate) fn new(config: &AttentionConfig, shape: &AttentionShape) -> Self {
         let AttentionConfig { mask, window, prefix_len, .. } = *config;
-        let part = if window.left.is_some() && prefix_len > 0 { Part::Prefix } else { Part::Whole };
         let AttentionShape { q_len, kv_len, .. } = *shape;
-        let (offset, from, to, at_least) = (0, 0, 0, 0);
-        Self { mask, window, q_len, first_key: 0, kv_len, prefix_len, offset, part, from, to, at_least }.with_bounds()
+        let whole = ranges(mask, window, prefix_len, q_len, 0..kv_len);
+        Self { mask, window, prefix_len, q_len, kv_len, whole }
+    }
+
+    /// For a sequence that fills the tensor.
+    pub(crate) fn whole(&self) -> KeyRanges {
+        self.whole
     }
 
     /// For a sequence of `kv_len` keys in the same tensor, padded on one side.
-    pub(crate) fn of_sequence(self, kv_len: usize, padding: KvPadding) -> Self {
+    pub(crate) fn of_sequence(&self, kv_len: usize, padding: KvPadding) -> KeyRanges {
         let first_key = match padding {
             KvPadding::Right => 0,
             KvPadding::Left => self.kv_len - kv_len,
         };
-        Self { first_key, kv_len, ..self }.with_bounds()
-    }
-
-    /// The other part, if there is one. (This is the first.)
-    pub(crate) fn second_part(self) -> Option<Self> {
-        (self.part == Part::Prefix).then(|| Self { part: Part::Window, ..self }.with_bounds())
-    }
-
-    /// Computes what [`range`](Self::range) needs from the other fields.
-    fn with_bounds(mut self) -> Self {
-        let prefix = self.prefix_len.min(self.kv_len);
-        let signed = |len: usize| isize::try_from(len).unwrap_or(isize::MAX);
-        self.offset = match self.mask {
-            Mask::Full | Mask::Causal(CausalAlignment::BottomRight) => {
-                signed(self.kv_len).saturating_sub(signed(self.q_len))
-            }
-            Mask::Causal(CausalAlignment::TopLeft) => 0,
-            Mask::Causal(CausalAlignment::Offset(offset)) => offset,
-        };
-        let right = match self.mask {
-            Mask::Full => self.window.right,
-            Mask::Causal(_) => Some(0),
-        };
-        // What no `isize` holds reaches past every key.
-        let [left, right] = [self.window.left, right].map(|limit| limit.and_then(|limit| isize::try_from(limit).ok()));
-        let from = left.map_or(isize::MIN, |left| self.offset.saturating_sub(left));
-        let to = right.map_or(isize::MAX, |right| self.offset.saturating_add(right).saturating_add(1));
-        (self.from, self.to, self.at_least) = match self.part {
-            Part::Whole | Part::Window => (from, to, prefix),
-            Part::Prefix => (isize::MIN, isize::MIN, prefix),
-        };
-        self
-    }
-
-    /// The keys that `query < q_len` sees, counted from the start of the tensor: those of this part.
-    #[inline(always)]
-    pub(crate) fn range(&self, query: usize) -> Range<usize> {
-        // A sequence of more than isize::MAX keys or queries has no elements; nobody asks for its ranges.
-        let bound = |bound: isize, at_least: usize| {
-            let key = (query as isize).saturating_add(bound).max(at_least as isize) as usize;
-            self.first_key + key.min(self.kv_len)
-        };
-        let start_at_least = if self.part == Part::Window { self.at_least } else { 0 };
-        bound(self.from, start_at_least)..bound(self.to, self.at_least)
-    }
-
-    /// Whether `query` sees any key, in this part or the other.
-    #[inline(always)]
-    pub(crate) fn sees_keys(&self, query: usize) -> bool {
-        // A prefix of any keys at all is visible; without one the second part is the whole.
-        !self.range(query).is_empty() || self.second_part().is_some_and(|part| !part.range(query).is_empty())
-    }
-
-    /// The key, counted from the start of the tensor, at whose position `query` stands. Perhaps there is no such key.
-    #[inline(always)]
-    pub(crate) fn position(&self, query: usize) -> isize {
-        (query as isize).saturating_add(self.offset).saturating_add(self.first_key as isize)
+        ranges(self.mask, self.window, self.prefix_len, self.q_len, first_key..first_key + kv_len)
     }
 
     /// Scores that all queries of one head see together.
     pub(crate) fn visible_scores(&self) -> u128 {
         let (q_len, kv_len) = (self.q_len as u128, self.kv_len as u128);
-        let start_at_least = if self.part == Part::Window { self.at_least } else { 0 };
-        let sum = |bound: isize, at_least: usize| sum_of_bounds(q_len, bound as i128, [at_least as u128, kv_len]);
-        let here = sum(self.to, self.at_least) - sum(self.from, start_at_least);
-        here + self.second_part().map_or(0, |part| part.visible_scores())
+        let sum = |bound: isize, at_least: isize| sum_of_bounds(q_len, bound as i128, [at_least as u128, kv_len]);
+        let of = |part: KeyRanges| sum(part.to, part.to_at_least) - sum(part.from, part.from_at_least);
+        of(self.whole) + self.whole.second_part().map_or(0, of)
+    }
+}
+
+/// For queries of a sequence that lies at `keys`.
+fn ranges(mask: Mask, window: Window, prefix_len: usize, q_len: usize, keys: Range<usize>) -> KeyRanges {
+    // So far that a query's number can still be added: there is no memory for as many keys or queries.
+    const FAR: isize = isize::MAX / 2;
+    let (first_key, kv_len) = (keys.start, keys.len());
+    let signed = |len: usize| isize::try_from(len).unwrap_or(isize::MAX);
+    let prefix = signed(prefix_len.min(kv_len));
+    let offset = match mask {
+        Mask::Full | Mask::Causal(CausalAlignment::BottomRight) => signed(kv_len).saturating_sub(signed(q_len)),
+        Mask::Causal(CausalAlignment::TopLeft) => 0,
+        Mask::Causal(CausalAlignment::Offset(offset)) => offset,
+    };
+    let right = match mask {
+        Mask::Full => window.right,
+        Mask::Causal(_) => Some(0),
+    };
+    // What no `isize` holds reaches past every key.
+    let [left, right] = [window.left, right].map(|limit| limit.and_then(|limit| isize::try_from(limit).ok()));
+    let from = left.map_or(-FAR, |left| offset.saturating_sub(left).clamp(-FAR, FAR));
+    let to = right.map_or(FAR, |right| offset.saturating_add(right).saturating_add(1).clamp(-FAR, FAR));
+    let whole = KeyRanges { first_key, kv_len, offset, from, from_at_least: 0, to, to_at_least: prefix, second: None };
+    if left.is_some() && prefix > 0 {
+        return KeyRanges { from: -FAR, to: -FAR, second: Some([from, to]), ..whole };
+    }
+    whole
+}
+
+impl KeyRanges {
+    /// The other part, if there is one. (This is the first.)
+    #[inline(always)]
+    pub(crate) fn second_part(&self) -> Option<Self> {
+        let [from, to] = self.second?;
+        Some(Self { from, from_at_least: self.to_at_least, to, second: None, ..*self })
+    }
+
+    /// The keys that a query sees, counted from the start of the tensor: those of this part.
+    #[inline(always)]
+    pub(crate) fn range(&self, query: usize) -> Range<usize> {
+        let bound = |bound: isize, at_least: isize| {
+            let key = (query as isize).wrapping_add(bound).max(at_least) as usize;
+            self.first_key + key.min(self.kv_len)
+        };
+        bound(self.from, self.from_at_least)..bound(self.to, self.to_at_least)
+    }
+
+    /// Whether a query sees any key, in this part or the other.
+    #[inline(always)]
+    pub(crate) fn sees_keys(&self, query: usize) -> bool {
+        !self.range(query).is_empty() || self.second_part().is_some_and(|part| !part.range(query).is_empty())
+    }
+
+    /// The key, counted from the start of the tensor, at whose position a query stands. Perhaps there is no such key.
+    #[inline(always)]
+    pub(crate) fn position(&self, query: usize) -> isize {
+        (query as isize).saturating_add(self.offset).saturating_add(self.first_key as isize)
     }
 }
 
@@ -235,8 +240,9 @@ mod tests {
     fn ranges_are_the_definition_and_never_fall() {
         for (config, (q_len, kv_len)) in configs().iter().flat_map(|config| LENGTHS.map(|lengths| (config, lengths))) {
             let what = format!("{config:?} {q_len} {kv_len}");
-            let first = visible(config, q_len, kv_len);
-            let parts: Vec<VisibleKeys> = [Some(first), first.second_part()].into_iter().flatten().collect();
+            let visible = visible(config, q_len, kv_len);
+            let first = visible.whole();
+            let parts: Vec<KeyRanges> = [Some(first), first.second_part()].into_iter().flatten().collect();
             for query in 0..q_len {
                 let offset = match config.mask {
                     Mask::Causal(CausalAlignment::TopLeft) => 0,
@@ -261,7 +267,7 @@ mod tests {
                 }
             }
             let sum: usize = (0..q_len).flat_map(|query| parts.iter().map(move |part| part.range(query).len())).sum();
-            assert_eq!(first.visible_scores(), sum as u128, "{what}");
+            assert_eq!(visible.visible_scores(), sum as u128, "{what}");
         }
     }
 }

@@ -25,6 +25,7 @@ pub(crate) trait Packing<A: Lane>: Stored<A> {
     fn pack_q(set: InstructionSet, op: PackQ<'_, Self, A>);
     fn pack_keys(set: InstructionSet, op: PackKeys<'_, Self, A>);
     fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self, A>);
+    fn unpack_rows(set: InstructionSet, op: UnpackRows<'_, Self, A>);
     /// A few rows against keys and values of this type.
     fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, A, Self>);
     /// Modifies scores, with a bias of this type.
@@ -43,6 +44,9 @@ macro_rules! packing {
             }
             fn unpack_out(set: InstructionSet, op: UnpackOut<'_, $element, $accumulator>) {
                 set.$run(op);
+            }
+            fn unpack_rows(set: InstructionSet, op: UnpackRows<'_, $element, $accumulator>) {
+                set.narrow().$run(op);
             }
             fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, $accumulator, $element>) {
                 if set.has_fma() {
@@ -264,6 +268,61 @@ impl<T: Stored<A>, A: Lane> WithTiles for UnpackOut<'_, T, A> {
                 }
                 // SAFETY: rows of `value_dim` elements at the layout's last stride are valid.
                 unsafe { unpack_rows(simd, &out_acc[lane..], panel_rows, &to[..rows], layout.strides[3]) };
+            }
+        }
+    }
+}
+
+/// The same for the rows of decode.
+pub(crate) struct UnpackRows<'a, T, A> {
+    pub(crate) task: &'a RowBlock,
+    /// `[rows][value_dim]`
+    pub(crate) out_acc: &'a mut [A],
+    pub(crate) running_sum: &'a [A],
+    /// Valid for writing at every index of the task's rows inside the layout.
+    pub(crate) out: *mut T,
+    pub(crate) layout: Layout,
+}
+
+impl<T: Stored<A>, A: Lane> WithTiles for UnpackRows<'_, T, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
+        let Self { task, out, layout, .. } = self;
+        let lanes = A::lanes::<S>();
+        let zero = A::splat(simd, A::ZERO);
+        let value_dim = layout.shape[3];
+        for row in 0..task.rows {
+            let acc = &mut self.out_acc[row * value_dim..][..value_dim];
+            // SAFETY: the index is inside the layout, where `out` is valid.
+            let out = unsafe { out.add(layout.offset(task.index(row))) };
+            let mut factor = A::splat(simd, self.running_sum[row].reciprocal());
+            if !task.row_sees_keys(row) {
+                acc.fill(A::ZERO); // no block of keys has written them
+                factor = zero;
+            }
+            let quotient = |acc| A::add(simd, A::mul(simd, acc, factor), zero); // never -0, as below
+            if layout.strides[3] != 1 || value_dim < lanes {
+                for acc in acc.chunks_mut(lanes) {
+                    let quotients = quotient(load_up_to::<S, A>(simd, acc));
+                    A::store_partial(simd, acc, quotients);
+                }
+                // SAFETY: a row of the output has as many elements as `acc`.
+                unsafe { narrow_row::<S, T, A>(simd, acc, out, layout.strides[3]) };
+                continue;
+            }
+            let (acc, mut d) = (acc.as_ptr(), 0);
+            // SAFETY: `d + lanes <= value_dim`, the length of `acc` and of a row of the output.
+            unsafe {
+                while d + lanes <= value_dim {
+                    T::narrow(simd, out.add(d), quotient(A::load::<S>(acc.add(d))));
+                    d += lanes;
+                }
+                if d < value_dim {
+                    d = value_dim - lanes; // some of them again
+                    T::narrow(simd, out.add(d), quotient(A::load::<S>(acc.add(d))));
+                }
             }
         }
     }

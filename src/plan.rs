@@ -153,10 +153,18 @@ impl Blocks {
 }
 
 /// Floating-point operations of a call: those of its visible scores.
-pub(crate) fn score_flops(shape: &AttentionShape, config: &AttentionConfig) -> u128 {
+pub(crate) fn score_flops(shape: &AttentionShape, visible: &VisibleKeys) -> u128 {
     let per_score = 2 * (shape.head_dim as u128 + shape.value_dim as u128);
     let heads = (shape.batch as u128).saturating_mul(shape.num_heads as u128);
-    VisibleKeys::new(config, shape).visible_scores().saturating_mul(per_score).saturating_mul(heads)
+    visible.visible_scores().saturating_mul(per_score).saturating_mul(heads)
+}
+
+/// Whether a call would be small even if every key were visible. To know how many are costs a call of one token 5 % of its time.
+fn is_small(shape: &AttentionShape) -> bool {
+    let AttentionShape { batch, num_heads, q_len, kv_len, head_dim, value_dim, .. } = *shape;
+    let factors = [batch, num_heads, q_len, kv_len, 2, head_dim.saturating_add(value_dim)];
+    let flops = factors.into_iter().try_fold(1usize, usize::checked_mul);
+    flops.is_some_and(|flops| (flops as u64) < SERIAL_BELOW_FLOPS)
 }
 
 /// Threads for a call of so many operations.
@@ -202,14 +210,16 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// [`AttentionError::InvalidSoftcap`], [`AttentionError::PlanOverflow`] where the workspace or the number of tasks exceeds the address space, and the two
     /// about instruction sets where the environment asks for one that is not there.
     pub fn with_accumulator(shape: &AttentionShape, config: &AttentionConfig) -> Result<Self, AttentionError> {
-        let threads = threads_for(score_flops(shape, config), config);
-        Self::in_tasks(shape, config, threads, tasks_wanted(threads))
+        let visible = VisibleKeys::new(config, shape);
+        let threads = if is_small(shape) { 1 } else { threads_for(score_flops(shape, &visible), config) };
+        Self::in_tasks(shape, config, visible, threads, tasks_wanted(threads))
     }
 
     /// The same for this many threads, in at least `tasks_wanted` tasks where there are rows enough.
     pub(crate) fn in_tasks(
         shape: &AttentionShape,
         config: &AttentionConfig,
+        visible: VisibleKeys,
         threads: usize,
         tasks_wanted: usize,
     ) -> Result<Self, AttentionError> {
@@ -225,7 +235,6 @@ impl<A: Accumulator> AttentionPlan<A> {
             }
         }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
-        let visible = VisibleKeys::new(config, shape);
         let planned = || {
             let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), tasks_wanted)?;
             let row_blocks = blocks.row_blocks * shape.batch * shape.num_kv_heads;

@@ -7,13 +7,13 @@
 use std::ops::Range;
 
 use crate::kernels::fetch::FetchRows;
-use crate::mask::VisibleKeys;
+use crate::mask::KeyRanges;
 use crate::plan::Blocks;
 use crate::score_pass::ScorePass;
 use crate::workspace::Scratch;
 use crate::{Accumulator, AttentionPlan};
 
-/// A task: a block of rows of one (batch, KV head), and the keys that they see: those of one part, see [`VisibleKeys`].
+/// A task: a block of rows of one (batch, KV head), and the keys that they see: those of one part, see [`KeyRanges`].
 #[derive(Clone)]
 pub(crate) struct RowBlock {
     pub(crate) batch: usize,
@@ -22,7 +22,7 @@ pub(crate) struct RowBlock {
     pub(crate) panel_rows: usize,
     group_size: usize,
     first_row: usize,
-    visible: VisibleKeys,
+    visible: KeyRanges,
     /// The chunk of keys that it computes, and its number.
     chunk_keys: Range<usize>,
     pub(crate) chunk: usize,
@@ -41,7 +41,7 @@ impl RowBlock {
         let batch = head / plan.shape.num_kv_heads;
         let visible = match kv_lens {
             Some(kv_lens) => plan.visible.of_sequence(kv_lens[batch], plan.kv_padding),
-            None => plan.visible,
+            None => plan.visible.whole(),
         };
         Self {
             batch,

@@ -7,14 +7,14 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::ptr;
+use std::{mem, ptr};
 
 use crate::decode::{DecodeBlock, DecodeRows};
 use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
 use crate::kernels::{MAX_DECODE_ROWS, TileSizes, WithTiles};
 use crate::merge::{MergeChunks, Partials};
-use crate::packing::{PackKeys, PackQ, Packing, UnpackOut};
+use crate::packing::{PackKeys, PackQ, Packing, UnpackOut, UnpackRows};
 use crate::plan::Path;
 use crate::prefill::PrefillBlock;
 use crate::row_block::{KeyBlock, RowBlock};
@@ -131,12 +131,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let task = RowBlock::new(plan, task, self.inputs.kv_lens);
         let scale = T::Acc::from_f64(plan.softmax_scale);
         let mut rows = DecodeRows::new(self.start(&task, scale, scratch), scale);
-        let second_part = task.second_part();
-        for task in [Some(&task), second_part.as_ref()].into_iter().flatten() {
-            match plan.blocks.path {
-                Path::Prefill => self.prefill(task, scratch),
-                Path::Decode => self.decode(task, &mut rows, scratch),
-            }
+        self.run_part(&task, &mut rows, scratch);
+        if let Some(task) = task.second_part() {
+            self.run_part(&task, &mut rows, scratch);
         }
         if let Some(partials) = &self.partials {
             if !partials.store(task.block, task.chunk, scratch) {
@@ -147,22 +144,36 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         self.finish(&task, scratch);
     }
 
-    /// The blocks of keys that the task sees, at multiples of `kv_block`.
-    fn key_blocks(&self, task: &RowBlock) -> impl Iterator<Item = Range<usize>> + use<T, K> {
-        let (keys, kv_block) = (task.keys(), self.plan.blocks.kv_block);
-        let first = if keys.is_empty() { keys.end } else { keys.start / kv_block * kv_block };
-        (first..keys.end).step_by(kv_block).map(move |block| block.max(keys.start)..(block + kv_block).min(keys.end))
+    #[inline]
+    fn run_part(&self, task: &RowBlock, rows: &mut DecodeRows<T::Acc>, scratch: &mut Scratch<'_, T::Acc>) {
+        match self.plan.blocks.path {
+            Path::Prefill => self.prefill(task, scratch),
+            Path::Decode => self.decode(task, rows, scratch),
+        }
+    }
+
+    /// The next of the blocks of keys that the task sees, which begin at multiples of `kv_block`. `left` are the keys that it sees and were not
+    /// in one yet.
+    #[inline]
+    fn next_keys(&self, left: &mut Range<usize>) -> Option<Range<usize>> {
+        if left.start >= left.end {
+            return None;
+        }
+        let kv_block = self.plan.blocks.kv_block;
+        let end = ((left.start / kv_block + 1) * kv_block).min(left.end);
+        Some(mem::replace(&mut left.start, end)..end)
     }
 
     fn prefill(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
         let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
-        for keys in self.key_blocks(task) {
+        let mut left = task.keys();
+        while let Some(keys) = self.next_keys(&mut left) {
             let [k_scratch_stride, v_scratch_stride] = scratch.strides;
             let (k, k_stride) =
                 self.read_block(&self.inputs.k, task, keys.clone(), (&mut *scratch.k_block, k_scratch_stride));
             let (v, v_stride) =
                 self.read_block(&self.inputs.v, task, keys.clone(), (&mut *scratch.v_block, v_scratch_stride));
-            let next = keys.end..(keys.end + self.plan.blocks.kv_block).min(task.keys().end);
+            let next = keys.end..(keys.end + self.plan.blocks.kv_block).min(left.end);
             let (first_key, keys) = (keys.start, keys.len());
             // What was packed is in the cache, and more rows take so long that waiting for memory does not show.
             let fetches = task.rows <= FEW_PANELS * task.panel_rows;
@@ -197,15 +208,15 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     fn decode(&self, task: &RowBlock, rows: &mut DecodeRows<T::Acc>, scratch: &mut Scratch<'_, T::Acc>) {
         let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
-        let (set, end) = (self.plan.instruction_set, task.keys().end);
+        let (set, mut left) = (self.plan.instruction_set, task.keys());
         let tensors = [&self.inputs.k, &self.inputs.v];
         let in_place = (K::IS_ACCUMULATOR || set.has_fma())
             && tensors.iter().all(|tensor| tensor.layout().strides[3] == 1 || tensor.layout().shape[3] <= 1);
-        for keys in self.key_blocks(task) {
+        while let Some(keys) = self.next_keys(&mut left) {
             if self.pass.is_some_and(|pass| pass.shown(task, 0..task.rows, keys.clone()).is_empty()) {
                 continue;
             }
-            let next_keys = (end - keys.end).min(self.plan.blocks.kv_block);
+            let next_keys = left.len().min(self.plan.blocks.kv_block);
             let (first_key, len) = (keys.start, keys.len());
             let (rows, pass) = (&mut *rows, self.pass);
             if in_place {
@@ -290,10 +301,10 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         }
         for (row, to) in scratch.q_panels.chunks_exact_mut(head_dim).take(task.rows).enumerate() {
             let from = layout.offset(task.index(row));
-            for (p, to) in to.iter_mut().enumerate() {
-                *to = q[from + p * layout.strides[3]].to_acc();
-            }
             q_rows[row] = to.as_ptr();
+            let (from, dim_stride) = (&q[from..], layout.strides[3]);
+            let op = PackKeys { from, key_stride: 0, dim_stride, keys: 1, dim: head_dim, to, to_stride: head_dim };
+            T::pack_keys(self.plan.instruction_set, op);
         }
         q_rows
     }
@@ -375,33 +386,15 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         if layout.shape[3] == 0 {
             return;
         }
-        if self.plan.blocks.path == Path::Prefill {
-            let (out_acc, running_sum) = (&mut *scratch.out_acc, &*scratch.running_sum);
-            let op = UnpackOut { task, out_acc, running_sum, out, layout };
-            return T::unpack_out(self.plan.instruction_set, op);
-        }
-        let value_dim = layout.shape[3];
-        for row in 0..task.rows {
-            let acc = &scratch.out_acc[row * value_dim..][..value_dim];
-            let factor = scratch.running_sum[row].reciprocal();
-            let quotient = |acc: &T::Acc| T::from_acc(acc.mul_scalar(factor).add_scalar(T::Acc::ZERO)); // never -0
-            // SAFETY: the index is inside the shape of out (checked by the plan), whose view reaches no element outside
-            // its slice, and the row is this task's alone.
-            unsafe {
-                let out = out.add(layout.offset(task.index(row)));
-                if !task.row_sees_keys(row) {
-                    for d in 0..value_dim {
-                        out.add(d * layout.strides[3]).write(T::from_acc(T::Acc::ZERO));
-                    }
-                } else if layout.strides[3] == 1 {
-                    for (d, acc) in acc.iter().enumerate() {
-                        out.add(d).write(quotient(acc));
-                    }
-                } else {
-                    for (d, acc) in acc.iter().enumerate() {
-                        out.add(d * layout.strides[3]).write(quotient(acc));
-                    }
-                }
+        let (out_acc, running_sum) = (&mut *scratch.out_acc, &*scratch.running_sum);
+        match self.plan.blocks.path {
+            Path::Prefill => {
+                let op = UnpackOut { task, out_acc, running_sum, out, layout };
+                T::unpack_out(self.plan.instruction_set, op);
+            }
+            Path::Decode => {
+                let op = UnpackRows { task, out_acc, running_sum, out, layout };
+                T::unpack_rows(self.plan.instruction_set, op);
             }
         }
     }

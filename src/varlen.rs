@@ -8,6 +8,7 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::attention::{new_output, with_thread_workspace};
+use crate::mask::VisibleKeys;
 use crate::merge::{ManyPartials, PartialPlace};
 use crate::plan::{score_flops, tasks_wanted, threads_for};
 use crate::row_block::RowBlock;
@@ -242,7 +243,11 @@ impl<A: Accumulator> VarlenPlan<A> {
             kv_len: keys.len(),
             ..*shape
         };
-        let flops = ranges().fold(0u128, |sum, range| sum.saturating_add(score_flops(&shape_of(&range), config)));
+        let flops_of = |shape: &AttentionShape| {
+            let visible = VisibleKeys::new(config, shape);
+            (score_flops(shape, &visible), visible)
+        };
+        let flops = ranges().fold(0u128, |sum, range| sum.saturating_add(flops_of(&shape_of(&range)).0));
         let threads = threads_for(flops, config);
 
         let (mut sequences, mut partials) = (Vec::new(), Vec::new());
@@ -253,9 +258,9 @@ impl<A: Accumulator> VarlenPlan<A> {
         for range in ranges() {
             let shape = shape_of(&range);
             // Its part of the tasks that all sequences should have together.
-            let part =
-                (tasks_wanted(threads) as u128).saturating_mul(score_flops(&shape, config)).div_ceil(flops.max(1));
-            let plan = AttentionPlan::<A>::in_tasks(&shape, config, threads, (part as usize).max(1))?;
+            let (own_flops, visible) = flops_of(&shape);
+            let part = (tasks_wanted(threads) as u128).saturating_mul(own_flops).div_ceil(flops.max(1));
+            let plan = AttentionPlan::<A>::in_tasks(&shape, config, visible, threads, (part as usize).max(1))?;
             let (_, sizes) = plan.scratch();
             partials.push(PartialPlace { sizes, start: partial_bytes });
             if plan.tasks() > 0 {
