@@ -79,6 +79,7 @@ mod mask;
 mod merge;
 mod online_softmax;
 mod operands;
+mod output;
 mod packing;
 mod partial;
 mod plan;

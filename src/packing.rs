@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use pulp::Simd;
 
 use crate::InstructionSet;
-use crate::decode::{DecodeBlock, PortableDecodeBlock};
+use crate::decode::{DecodeHeads, PortableDecodeHeads};
 use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::transpose::SIDE;
@@ -27,7 +27,7 @@ pub(crate) trait Packing<A: Lane>: Stored<A> {
     fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self, A>);
     fn unpack_rows(set: InstructionSet, op: UnpackRows<'_, Self, A>);
     /// A few rows against keys and values of this type.
-    fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, A, Self>);
+    fn decode(set: InstructionSet, op: DecodeHeads<'_, '_, '_, A, Self>);
     /// Modifies scores, with a bias of this type.
     fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, Self, A, Unmodified>) -> bool;
     fn modify_row(set: InstructionSet, op: RowOp<'_, '_, Self, A, Unmodified>) -> bool;
@@ -48,11 +48,11 @@ macro_rules! packing {
             fn unpack_rows(set: InstructionSet, op: UnpackRows<'_, $element, $accumulator>) {
                 set.narrow().$run(op);
             }
-            fn decode(set: InstructionSet, op: DecodeBlock<'_, '_, $accumulator, $element>) {
+            fn decode(set: InstructionSet, op: DecodeHeads<'_, '_, '_, $accumulator, $element>) {
                 if set.has_fma() {
                     return set.run_with_fma(op);
                 }
-                let decode: fn(InstructionSet, DecodeBlock<'_, '_, $accumulator, $element>) = $decode_portable;
+                let decode: fn(InstructionSet, DecodeHeads<'_, '_, '_, $accumulator, $element>) = $decode_portable;
                 decode(set, op);
             }
             fn modify_tile(set: InstructionSet, op: TileOp<'_, '_, $element, $accumulator, Unmodified>) -> bool {
@@ -65,10 +65,10 @@ macro_rules! packing {
     };
 }
 
-packing!(f32 => f32, run, |set, op| set.run_portable(PortableDecodeBlock(op)));
+packing!(f32 => f32, run, |set, op| set.run_portable(PortableDecodeHeads(op)));
 packing!(f16 => f32, run, |_, _| unreachable!("such keys are packed before"));
 packing!(bf16 => f32, run, |_, _| unreachable!("such keys are packed before"));
-packing!(f64 => f64, run_f64, |set, op| set.run_portable(PortableDecodeBlock(op)));
+packing!(f64 => f64, run_f64, |set, op| set.run_portable(PortableDecodeHeads(op)));
 
 /// Dims of `SIDE` rows that pass through the stack at a time: 2 KiB in f32.
 const CHUNK: usize = 64;

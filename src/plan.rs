@@ -6,8 +6,9 @@ use std::marker::PhantomData;
 use crate::kernels::{MAX_DECODE_ROWS, MAX_LANES, TileSizes};
 use crate::mask::VisibleKeys;
 use crate::merge::{PartialSizes, Partials};
+use crate::output::OutputRows;
 use crate::score_pass::{CallPass, CustomPass, ScorePass};
-use crate::task::{Call, OutputRows};
+use crate::task::Call;
 use crate::workspace::ScratchSizes;
 use crate::{
     Accumulator, AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionShape, Element,
@@ -36,6 +37,9 @@ const DECODE_MOST_CHUNKS: usize = 64;
 /// The same for the rows of a few panels (speculative decoding, the tail of a prompt): their accumulators are larger.
 const PREFILL_CHUNK: usize = 8 * KV_BLOCK;
 const PREFILL_MOST_CHUNKS: usize = 16;
+
+/// Most KV heads of decode that a worker takes together.
+pub(crate) const MAX_HEADS_TOGETHER: usize = 8;
 
 /// Rows of one KV head above which its keys are not split: there are row blocks enough to share.
 const MOST_SPLIT_ROWS: usize = 256;
@@ -84,7 +88,8 @@ pub struct AttentionPlan<A = f32> {
     threads: usize,
     scratch: ScratchSizes,
     partials: PartialSizes,
-    /// Of each thread's scratch, and of all partial results.
+    /// Of a task's scratch, of each thread's, and of all partial results.
+    scratch_bytes: usize,
     thread_bytes: usize,
     partial_bytes: usize,
     accumulator: PhantomData<A>,
@@ -115,11 +120,14 @@ pub(crate) struct Blocks {
     pub(crate) chunk_keys: usize,
     /// Chunks of keys, each a task of its own.
     pub(crate) chunks: usize,
+    /// KV heads of a sequence whose tasks a worker takes together where memory is token-major; 1 in prefill. Decides no bits.
+    pub(crate) heads_together: usize,
 }
 
 impl Blocks {
-    /// `tasks_wanted`: in prefill, cut into at least as many tasks while each keeps a panel; decides no bits.
-    fn new<A>(shape: &AttentionShape, tiles: TileSizes, tasks_wanted: usize) -> Option<Self> {
+    /// `tasks_wanted`: in prefill, cut into at least as many tasks while each keeps a panel; decides no bits. In decode heads are taken
+    /// together while each of the `threads` keeps a task.
+    fn new<A>(shape: &AttentionShape, tiles: TileSizes, threads: usize, tasks_wanted: usize) -> Option<Self> {
         let rows = shape.q_len.checked_mul(shape.group_size())?;
         let path = if rows <= MAX_DECODE_ROWS { Path::Decode } else { Path::Prefill };
         let panel_rows = if path == Path::Decode { 1 } else { tiles.panel_rows() };
@@ -146,9 +154,20 @@ impl Blocks {
         let row_blocks = panels.div_ceil(most_panels);
         // Even blocks: 9 panels as 5 + 4, not 8 + 1.
         let task_panels = panels.div_ceil(row_blocks.max(1));
-        row_blocks.checked_mul(heads)?.checked_mul(chunks)?;
+        let tasks = row_blocks.checked_mul(heads)?.checked_mul(chunks)?;
+        let heads_together = match path {
+            Path::Prefill => 1,
+            Path::Decode => (tasks / threads).clamp(1, MAX_HEADS_TOGETHER).min(shape.num_kv_heads.max(1)),
+        };
         let task_rows = task_panels * panel_rows;
-        Some(Self { path, rows, panel_rows, task_rows, row_blocks, kv_block, chunk_keys, chunks })
+        Some(Self { path, rows, panel_rows, task_rows, row_blocks, kv_block, chunk_keys, chunks, heads_together })
+    }
+}
+
+impl Blocks {
+    /// Elements from a row of scores to the next in decode: room for whole vectors behind a block's last key.
+    pub(crate) fn scores_stride(&self) -> usize {
+        self.kv_block + MAX_LANES
     }
 }
 
@@ -236,17 +255,18 @@ impl<A: Accumulator> AttentionPlan<A> {
         }
         let instruction_set = InstructionSet::resolve(config.instruction_set)?;
         let planned = || {
-            let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), tasks_wanted)?;
+            let blocks = Blocks::new::<A>(shape, A::tile_sizes(instruction_set), threads, tasks_wanted)?;
             let row_blocks = blocks.row_blocks * shape.batch * shape.num_kv_heads;
             let threads = threads.min(row_blocks * blocks.chunks).max(1);
             let scratch = ScratchSizes::new(shape, &blocks)?;
             let partials = PartialSizes::new(row_blocks, blocks.chunks, blocks.task_rows, shape.value_dim);
-            let (thread_bytes, partial_bytes) = (scratch.thread_bytes::<A>()?, partials.bytes::<A>()?);
+            let (scratch_bytes, partial_bytes) = (scratch.bytes::<A>()?, partials.bytes::<A>()?);
+            let thread_bytes = scratch_bytes.checked_mul(blocks.heads_together)?;
             let bytes = thread_bytes.checked_mul(threads)?.checked_add(partial_bytes)?;
             isize::try_from(bytes).ok()?;
-            Some((blocks, threads, scratch, partials, [thread_bytes, partial_bytes]))
+            Some((blocks, threads, scratch, partials, [scratch_bytes, thread_bytes, partial_bytes]))
         };
-        let (blocks, threads, scratch, partials, [thread_bytes, partial_bytes]) =
+        let (blocks, threads, scratch, partials, [scratch_bytes, thread_bytes, partial_bytes]) =
             planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
         Ok(Self {
             shape: *shape,
@@ -259,6 +279,7 @@ impl<A: Accumulator> AttentionPlan<A> {
             threads,
             scratch,
             partials,
+            scratch_bytes,
             thread_bytes,
             partial_bytes,
             accumulator: PhantomData,
@@ -268,14 +289,15 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// Bytes of workspace that [`run`](Self::run) needs.
     ///
     /// ```text
-    /// threads * size * (rows * (head_dim + value_dim + 2) + scores + panel_rows
-    ///                   + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
+    /// threads * heads * size * (rows * (head_dim + value_dim + 2) + scores + panel_rows
+    ///                           + kv_block * (round_up(head_dim, 16) + round_up(value_dim, 16) + 32))
     /// + batch * kv_heads * row_blocks * (chunks * size * rows * (value_dim + 2) + 4)       where there are several chunks
     /// ```
     /// with `size` the bytes of an accumulator, 4 or 8, and each of the eight arrays, each chunk and the last summand rounded up to 64 bytes. At most 512 `rows`, and such that Q and
     /// output take at most 1 MiB or one panel. In prefill a `kv_block` is at most 192 keys and `scores` is `panel_rows *
     /// kv_block`, a panel having 8 to 32 rows; in decode (up to 8 rows a KV head, panels of one row) it is at most 32 keys,
-    /// `scores` is `rows * (kv_block + 16)`, and there are another `rows * round_up(head_dim, 16)`.
+    /// `scores` is `rows * (kv_block + 16)`, and there are another `rows * round_up(head_dim, 16)`. `heads` is 1 in prefill, and in decode the
+    /// KV heads that a thread may take together, at most 8 (it does where the memory is token-major).
     ///
     /// There are several chunks only where at most 256 rows of a KV head meet more than 1024 keys (8 rows) or 1536 keys (more
     /// rows): at most 64, or 16. So the workspace grows with neither `q_len` nor `kv_len` beyond those numbers, and without chunks it is below
@@ -289,8 +311,9 @@ impl<A: Accumulator> AttentionPlan<A> {
         (self.scratch, self.partials)
     }
 
-    pub(crate) fn thread_bytes(&self) -> usize {
-        self.thread_bytes
+    /// Bytes of scratch of a task, and of a thread.
+    pub(crate) fn thread_bytes(&self) -> (usize, usize) {
+        (self.scratch_bytes, self.thread_bytes)
     }
 
     /// Tasks of a call; fits, as was checked when the plan was made.
@@ -362,12 +385,20 @@ impl<A: Accumulator> AttentionPlan<A> {
         let needed = self.workspace_len();
         let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes * self.threads);
         let call = Call::new(self, inputs, OutputRows::new(outputs), Partials::new(self.partials, partials), pass);
+        let heads_together = call.heads_together();
+        let tasks = match heads_together {
+            1 => self.tasks(),
+            together => self.shape.batch * self.shape.num_kv_heads.div_ceil(together) * self.blocks.chunks,
+        };
         schedule::for_each_worker(
             self.threads,
-            self.tasks(),
+            tasks,
             scratch,
             self.thread_bytes,
             &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
+                if heads_together > 1 {
+                    return tasks.for_each(|group| call.run_heads(group, scratch));
+                }
                 let mut scratch = self.scratch.carve(scratch);
                 tasks.for_each(|task| call.run_task(task, &mut scratch));
             },
@@ -428,7 +459,8 @@ mod tests {
                 let shape =
                     AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
                 let plan = AttentionPlan::<A>::with_accumulator(&shape, &AttentionConfig::causal()).unwrap();
-                let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, .. } = plan.blocks;
+                let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, heads_together, .. } =
+                    plan.blocks;
                 let scores = if path == Path::Decode { rows * (kv_block + 16) } else { panel_rows * kv_block };
                 let [k, v] = [head_dim, value_dim].map(|dim| dim.next_multiple_of(16) + 16);
                 let padded_dim = head_dim.next_multiple_of(16);
@@ -444,7 +476,7 @@ mod tests {
                         row_blocks * chunks * chunk + (row_blocks * 4).next_multiple_of(64)
                     }
                 };
-                assert_eq!(plan.workspace_len(), plan.threads() * bytes + partials, "{shape:?}");
+                assert_eq!(plan.workspace_len(), plan.threads() * heads_together * bytes + partials, "{shape:?}");
                 assert!(bytes <= 2 << 20, "{shape:?}");
                 assert!(chunks <= 64 && (chunks == 1 || 2 * q_len <= MOST_SPLIT_ROWS));
                 assert!(rows <= MAX_TASK_ROWS && kv_block <= KV_BLOCK);

@@ -80,6 +80,11 @@ impl RowBlock {
         Some(Self { visible, ..self.clone() })
     }
 
+    /// The same rows of a later KV head of the sequence. In decode, where a head has one block of rows.
+    pub(crate) fn with_head(&self, head: usize) -> Self {
+        Self { kv_head: self.kv_head + head, block: self.block + head, ..self.clone() }
+    }
+
     /// The key at whose position a row of the task stands. Perhaps there is no such key.
     #[inline(always)]
     pub(crate) fn position(&self, row: usize) -> isize {

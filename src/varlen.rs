@@ -10,10 +10,11 @@ use std::ops::Range;
 use crate::attention::{new_output, with_thread_workspace};
 use crate::mask::VisibleKeys;
 use crate::merge::{ManyPartials, PartialPlace};
+use crate::output::OutputRows;
 use crate::plan::{score_flops, tasks_wanted, threads_for};
 use crate::row_block::RowBlock;
 use crate::score_pass::{CallPass, ScorePass};
-use crate::task::{Call, OutputRows};
+use crate::task::Call;
 use crate::{
     Accumulator, AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape,
     Element, InstructionSet, TensorViewMut, Workspace, schedule,
@@ -266,7 +267,7 @@ impl<A: Accumulator> VarlenPlan<A> {
             if plan.tasks() > 0 {
                 let bytes = sizes.bytes::<A>().ok_or_else(overflow)?;
                 partial_bytes = partial_bytes.checked_add(bytes).ok_or_else(overflow)?;
-                thread_bytes = plan.thread_bytes().max(thread_bytes);
+                thread_bytes = plan.thread_bytes().0.max(thread_bytes);
                 tasks = tasks.checked_add(plan.tasks()).ok_or_else(overflow)?;
                 shares_len += plan.blocks.row_blocks; // at most `tasks`
             }

@@ -86,7 +86,7 @@ impl Default for Workspace {
     }
 }
 
-/// Sizes of one thread's scratch arrays, in accumulators.
+/// Sizes of a task's scratch arrays, in accumulators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ScratchSizes {
     lens: [usize; 8],
@@ -94,7 +94,7 @@ pub(crate) struct ScratchSizes {
     pub(crate) strides: [usize; 2],
 }
 
-/// One thread's scratch. Every array starts on a 64-byte boundary. Contents are whatever the last task left.
+/// Scratch of a task. Every array starts on a 64-byte boundary. Contents are whatever the last task left.
 pub(crate) struct Scratch<'a, A> {
     /// Prefill: `[panels][head_dim][panel_rows]`. Decode: `[rows][head_dim]`, and behind them the rows packed in fours and twos.
     pub(crate) q_panels: &'a mut [A],
@@ -106,7 +106,7 @@ pub(crate) struct Scratch<'a, A> {
     pub(crate) running_sum: &'a mut [A],
     /// `[panel_rows]`
     pub(crate) rescale: &'a mut [A],
-    /// Prefill: `[kv_block][panel_rows]`. Decode: `[rows][kv_block + MAX_LANES]`.
+    /// Prefill: `[kv_block][panel_rows]`. Decode: `[rows][scores_stride]`.
     pub(crate) scores: &'a mut [A],
     /// `[kv_block][strides[0]]`, a packed block of K
     pub(crate) k_block: &'a mut [A],
@@ -114,6 +114,23 @@ pub(crate) struct Scratch<'a, A> {
     pub(crate) v_block: &'a mut [A],
     /// Elements from a key to the next in `k_block` and `v_block`.
     pub(crate) strides: [usize; 2],
+}
+
+impl<A> Scratch<'_, A> {
+    /// Of no task.
+    pub(crate) fn empty() -> Self {
+        Self {
+            q_panels: &mut [],
+            out_acc: &mut [],
+            running_max: &mut [],
+            running_sum: &mut [],
+            rescale: &mut [],
+            scores: &mut [],
+            k_block: &mut [],
+            v_block: &mut [],
+            strides: [0; 2],
+        }
+    }
 }
 
 impl ScratchSizes {
@@ -127,7 +144,7 @@ impl ScratchSizes {
             Path::Prefill => (shape.head_dim, panel_rows.checked_mul(kv_block)?),
             Path::Decode => {
                 let padded_dim = shape.head_dim.checked_next_multiple_of(MAX_LANES)?;
-                (shape.head_dim.checked_add(padded_dim)?, task_rows.checked_mul(kv_block + MAX_LANES)?)
+                (shape.head_dim.checked_add(padded_dim)?, task_rows.checked_mul(blocks.scores_stride())?)
             }
         };
         let lens = [
@@ -144,16 +161,16 @@ impl ScratchSizes {
     }
 
     /// Bytes of all arrays; `None` where that exceeds `usize`.
-    pub(crate) fn thread_bytes<A>(&self) -> Option<usize> {
+    pub(crate) fn bytes<A>(&self) -> Option<usize> {
         self.lens.iter().try_fold(0usize, |sum, len| {
             sum.checked_add(len.checked_mul(size_of::<A>())?.checked_next_multiple_of(ALIGN_BYTES)?)
         })
     }
 
-    /// Cuts a thread's bytes into its arrays.
+    /// Cuts these bytes into its arrays.
     ///
     /// # Panics
-    /// If `bytes` is not aligned to 64 or shorter than [`thread_bytes`](Self::thread_bytes).
+    /// If `bytes` is not aligned to 64 or shorter than [`bytes`](Self::bytes).
     pub(crate) fn carve<'a, A: Lane>(&self, bytes: &'a mut [u8]) -> Scratch<'a, A> {
         assert!(bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES));
         let mut rest = bytes;

@@ -29,14 +29,13 @@ pub(crate) struct Fetch {
 }
 
 impl Fetch {
-    /// `None`: nothing is needed. Then lines of `in_cache` are fetched again and again, which costs less than to ask each time.
-    pub(crate) fn new<A, K: Copy>(rows: Option<Rows<K>>, dim: usize, in_cache: *const A) -> Self {
-        Self {
-            row: rows.map_or(in_cache.cast(), |rows| rows.start.cast()),
-            at: 0,
-            row_bytes: dim * size_of::<K>(),
-            stride_bytes: rows.map_or(0, |rows| rows.stride.wrapping_mul(size_of::<K>())),
-        }
+    /// Rows of so many elements. `None`: nothing is needed. Then a line of `in_cache` is fetched again and again, which costs less than to ask each time.
+    pub(crate) fn new<A, K: Copy>(rows: Option<(Rows<K>, usize)>, in_cache: *const A) -> Self {
+        let (row, stride, dim) = match rows {
+            Some((rows, dim)) => (rows.start.cast(), rows.stride, dim),
+            None => (in_cache.cast(), 0, CACHE_LINE / size_of::<K>()),
+        };
+        Self { row, at: 0, row_bytes: dim * size_of::<K>(), stride_bytes: stride.wrapping_mul(size_of::<K>()) }
     }
 
     /// Goes on by `bytes`. Where that is less than a line, a line is fetched several times: without a branch.
