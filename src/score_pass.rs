@@ -167,35 +167,31 @@ impl<T: Stored<A>, A: Lane, M: ScoreModifier> WithTiles for TileOp<'_, '_, T, A,
             let mut first = 0;
             while first < keys {
                 let count = SIDE.min(keys - first);
-                let mut tile = [[zero; ROW_VECTORS]; SIDE];
+                let has_bias = has_operands && operands.tile::<S, A>(simd, (first, count), &mut bias);
                 for key in 0..count {
-                    tile[key] = scores[(first + key) * groups + group];
-                }
-                let tile = &mut tile[..count];
-                if let Some(softcap) = softcap {
-                    rows.apply(simd, softcap, &no_parameters, (first, &mut *tile));
-                }
-                if let Some(alibi) = alibi {
-                    rows.apply(simd, alibi, &slopes, (first, &mut *tile));
-                }
-                rows.apply(simd, *custom, &parameters, (first, &mut *tile));
-                if has_operands && operands.tile::<S, A>(simd, (first, count), &mut bias) {
-                    for key in 0..count {
-                        for vector in 0..ROW_VECTORS {
+                    let at = rows.at(simd, first + key);
+                    let scores = &mut scores[(first + key) * groups + group];
+                    for vector in 0..ROW_VECTORS {
+                        // All of it in registers. [measured, T = 2048, head_dim 128, AVX-512] ALiBi 0.98 of the rate without, 0.92 when each
+                        // modifier went over eight keys in memory; a bias 0.83, was 0.80.
+                        let mut score = scores[vector];
+                        if let Some(softcap) = softcap {
+                            score = rows.modify(simd, softcap, &no_parameters, (&at, vector), score);
+                        }
+                        if let Some(alibi) = alibi {
+                            score = rows.modify(simd, alibi, &slopes, (&at, vector), score);
+                        }
+                        score = rows.modify(simd, *custom, &parameters, (&at, vector), score);
+                        if has_bias {
                             let lane = group * group_rows + vector * A::lanes::<S>();
                             let bias = A::load_slice::<S>(&bias[key * panel_rows + lane..]);
                             let is_hidden = A::less_than(simd, bias, lowest);
-                            let sum = A::add(simd, tile[key][vector], bias);
-                            tile[key][vector] = A::select(simd, is_hidden, negative_infinity, sum);
+                            score = A::select(simd, is_hidden, negative_infinity, A::add(simd, score, bias));
                             has_hidden[vector] = A::select(simd, is_hidden, one, has_hidden[vector]);
                         }
+                        largest[vector] = A::max(simd, score, largest[vector]);
+                        scores[vector] = score;
                     }
-                }
-                for key in 0..count {
-                    for vector in 0..ROW_VECTORS {
-                        largest[vector] = A::max(simd, tile[key][vector], largest[vector]);
-                    }
-                    scores[(first + key) * groups + group] = tile[key];
                 }
                 first += count;
             }
@@ -252,29 +248,29 @@ impl<'t, S: Simd, A: Lane, const ROW_VECTORS: usize> PanelContext<'t, S, A, ROW_
         vectors
     }
 
-    /// `scores[0]` belong to key `first` of the block.
+    /// The number of a key of the block, counted from the start of the block and of the tensor.
     #[inline(always)]
-    fn apply<N: ScoreModifier>(
+    fn at(&self, simd: S, key: usize) -> [A::Vector<S>; 2] {
+        [key, self.first_key + key].map(|key| A::splat(simd, A::from_index(key)))
+    }
+
+    /// A vector of scores of a key.
+    #[inline(always)]
+    fn modify<N: ScoreModifier>(
         &self,
         simd: S,
         modifier: &N,
         parameters: &[[Lanes<S, A>; MAX_PARAMETERS]; ROW_VECTORS],
-        (first, scores): (usize, &mut [[A::Vector<S>; ROW_VECTORS]]),
-    ) {
-        for key in 0..scores.len() {
-            let in_block = A::splat(simd, A::from_index(first + key));
-            let in_tensor = A::splat(simd, A::from_index(self.first_key + first + key));
-            for vector in 0..ROW_VECTORS {
-                let at = ScoreContext {
-                    query: Lanes::new(simd, self.queries[vector]),
-                    key: Lanes::new(simd, in_tensor),
-                    distance: Lanes::new(simd, A::sub(simd, self.distances[vector], in_block)),
-                    parameters: &parameters[vector][..N::PARAMETERS],
-                };
-                let score = Lanes::<S, A>::new(simd, scores[key][vector]);
-                scores[key][vector] = modifier.modify(score, &at).vector;
-            }
-        }
+        ([in_block, in_tensor], vector): (&[A::Vector<S>; 2], usize),
+        score: A::Vector<S>,
+    ) -> A::Vector<S> {
+        let at = ScoreContext {
+            query: Lanes::new(simd, self.queries[vector]),
+            key: Lanes::new(simd, *in_tensor),
+            distance: Lanes::new(simd, A::sub(simd, self.distances[vector], *in_block)),
+            parameters: &parameters[vector][..N::PARAMETERS],
+        };
+        modifier.modify(Lanes::<S, A>::new(simd, score), &at).vector
     }
 }
 
