@@ -144,9 +144,11 @@ impl Sum<'_> {
         let pieces = sums.zip(partials).flat_map(|((sum_out, sum_lse), (out, lse))| {
             let sum_out = &mut sum_out[queries.start * value_dim..queries.end * value_dim];
             let sums = sum_out.chunks_mut(MERGE_ROWS * value_dim).zip(sum_lse[queries.clone()].chunks_mut(MERGE_ROWS));
-            sums.zip(out.chunks(MERGE_ROWS * value_dim).zip(lse.chunks(MERGE_ROWS)))
+            let partials = out.chunks(MERGE_ROWS * value_dim).zip(lse.chunks(MERGE_ROWS));
+            sums.zip(partials).map(|(sum, partial)| Piece { sum, partial })
         });
-        let add = |((sum_out, sum_lse), (out, lse)): ((&mut [f32], &mut [f32]), (&[f32], &[f32]))| {
+        let add = |piece: Piece<'_>| {
+            let ((sum_out, sum_lse), (out, lse)) = (piece.sum, piece.partial);
             let shape = [1, 1, lse.len(), value_dim];
             let view = TensorViewMut::from_bhsd(sum_out, shape)?;
             let mut sum = AttentionOutputs::new(view).with_logsumexp(sum_lse);
@@ -158,4 +160,10 @@ impl Sum<'_> {
             pieces.into_iter().try_for_each(add)
         }
     }
+}
+
+/// A few rows of one head, output and logsumexp.
+struct Piece<'a> {
+    sum: (&'a mut [f32], &'a mut [f32]),
+    partial: (&'a [f32], &'a [f32]),
 }

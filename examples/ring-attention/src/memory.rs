@@ -11,6 +11,8 @@ use crate::inputs::Tensors;
 const SHAPE: RingShape = RingShape { batch: 1, num_heads: 8, num_kv_heads: 8, head_dim: 64, value_dim: 64 };
 const SEQ_LEN: usize = 16384;
 const BLOCK_KEYS: usize = 2048;
+/// Two blocks, and the output of a slice: whatever the length of the sequence.
+const BUFFERS: usize = size_of::<f32>() * (2 * (BLOCK_KEYS + 2) * (64 + 64) + 512 * (64 + 1));
 /// The library's scratch (2 MiB a thread at most) and what MPI keeps for messages under way, beyond the buffers that the plan tells.
 const CONSTANT: f64 = (10 << 20) as f64;
 
@@ -42,12 +44,9 @@ pub fn check(ring: &Ring, world: &SimpleCommunicator) -> Result<String> {
         mib(buffers),
         mib(bound)
     );
-    if grown > bound || longer.buffer_bytes() != plan.buffer_bytes() {
-        return Err(format!(
-            "{line}; for a sequence of four times the length {} bytes of buffers",
-            longer.buffer_bytes()
-        )
-        .into());
+    let largest = plan.buffer_bytes().max(longer.buffer_bytes());
+    if grown > bound || largest > BUFFERS {
+        return Err(format!("{line}; {largest} bytes of buffers, they should be {BUFFERS} at most").into());
     }
     Ok(line)
 }
