@@ -147,11 +147,11 @@ impl Ring {
         while distance < ranks {
             if place & distance != 0 {
                 let (to, state): (_, &[f32]) = (rank_at(place - distance), state);
-                return self.exchange(|messages| messages.send(to, state), || format!("rank {to} to take a result"));
+                return self.exchange(|messages| messages.send(to, state));
             }
             if place + distance < ranks {
                 let (from, into) = (rank_at(place + distance), &mut received[..]);
-                self.exchange(|messages| messages.receive(from, into), || format!("a result from rank {from}"));
+                self.exchange(|messages| messages.receive(from, into));
                 let (out, logsumexp) = state.split_at_mut(out_len);
                 let sum = Sum { out, logsumexp, len: shape.q_len, value_dim };
                 let (out, logsumexp) = received.split_at(out_len);
@@ -163,11 +163,11 @@ impl Ring {
         }
     }
 
-    fn exchange<'a>(&self, begin: impl FnOnce(&mut Messages<'a, '_, f32>), what: impl FnOnce() -> String) {
+    fn exchange<'a>(&self, begin: impl FnOnce(&mut Messages<'a, '_, f32>)) {
         mpi::request::scope(|scope| {
             let mut messages = Messages::new(self, scope);
             begin(&mut messages);
-            messages.finish(what);
+            messages.finish(|| "merging results".to_owned());
         });
     }
 }

@@ -140,14 +140,15 @@ impl Itinerary {
         (positions, [rows * head_dim, keys * head_dim, keys * value_dim, rows * value_dim, rows])
     }
 
-    /// What a rank waits for at the end of a step, in words.
-    pub(crate) fn awaited(&self, visit: Option<Visit>, next: Option<Visit>) -> String {
-        let ranks = self.route.ranks();
-        let [before, behind] = [self.rank + ranks - 1, self.rank + 1].map(|rank| rank % ranks);
-        let step = visit.map_or(0, |visit| visit.step);
-        let from =
-            next.map_or(String::new(), |next| format!("a block of rank {} from rank {before}, or ", self.owner(next)));
-        format!("{from}rank {behind} to take one, in step {step} of the ring")
+    /// A step of the ring, in words.
+    pub(crate) fn name(&self, visit: Option<Visit>) -> String {
+        match visit {
+            None => "with its own keys".to_owned(),
+            Some(visit) => {
+                let turns = self.lanes() * self.route.rounds;
+                format!("turn {} of {turns}, with the keys of rank {}", visit.turn + 1, self.owner(visit))
+            }
+        }
     }
 }
 

@@ -48,12 +48,15 @@ pub struct Args {
     /// Microseconds that a message takes on its way, in place of the measured ones.
     #[arg(long)]
     latency_us: Option<f64>,
+    /// Lengths of the sequences.
+    #[arg(long, value_delimiter = ',', default_values_t = SEQ_LENS)]
+    seq_lens: Vec<usize>,
     /// Draw the efficiency to this SVG file.
     #[arg(long)]
     plot: Option<PathBuf>,
 }
 
-/// Positions of the sequences.
+/// Unless told otherwise.
 const SEQ_LENS: [usize; 4] = [1 << 17, 1 << 20, 1 << 22, 1 << 24];
 /// Nodes, by powers of two.
 const MOST_DOUBLINGS: u32 = 10;
@@ -96,7 +99,7 @@ pub fn run(args: &Args) -> Result<()> {
     let constants = Constants { pair, row: constant("row")?, latency };
     let mut all = Vec::new();
     for gbits in GBITS {
-        for seq_len in SEQ_LENS {
+        for &seq_len in &args.seq_lens {
             let points = (0..=MOST_DOUBLINGS).map(|i| model(args, &constants, seq_len, 1 << i, gbits)).collect();
             all.push(Series { seq_len, gbits, points });
         }
@@ -181,8 +184,8 @@ mod tests {
     use super::*;
 
     fn args() -> Args {
-        let (constants, latency_us, plot) = (PathBuf::new(), None, None);
-        Args { constants, cores: 1, heads: 8, kv_heads: 8, bytes: 4, block_keys: 4096, latency_us, plot }
+        let (constants, latency_us, seq_lens, plot) = (PathBuf::new(), None, Vec::new(), None);
+        Args { constants, cores: 1, heads: 8, kv_heads: 8, bytes: 4, block_keys: 4096, latency_us, seq_lens, plot }
     }
 
     const CONSTANTS: Constants = Constants { pair: 2e-9, row: 0.0, latency: 0.0 };

@@ -195,7 +195,7 @@ impl<K: Wire> RingPlan<K> {
                     ring.abort(&format!("rank {rank}: {error}"));
                 }
                 report.computing += started.elapsed();
-                report.waiting += messages.finish(|| itinerary.awaited(visit, next));
+                report.waiting += messages.finish(|| itinerary.name(visit));
             });
             std::mem::swap(current, incoming);
             visit = next;

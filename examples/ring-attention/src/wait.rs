@@ -1,5 +1,6 @@
 //! Messages under way, and waiting for them with a time limit.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use mpi::Rank;
@@ -71,7 +72,14 @@ impl Ring {
 pub(crate) struct Messages<'a, 'scope, W: Equivalence> {
     ring: &'scope Ring,
     scope: &'scope LocalScope<'a>,
-    requests: Vec<Request<'a, [W], &'scope LocalScope<'a>>>,
+    requests: Vec<(Way, Request<'a, [W], &'scope LocalScope<'a>>)>,
+}
+
+/// Whose doing a message waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    From(usize),
+    To(usize),
 }
 
 impl<'a, 'scope, W: Equivalence> Messages<'a, 'scope, W> {
@@ -81,23 +89,23 @@ impl<'a, 'scope, W: Equivalence> Messages<'a, 'scope, W> {
 
     /// Begins to send to a rank. Messages between two ranks arrive in the order in which they were begun.
     pub(crate) fn send(&mut self, to: usize, words: &'a [W]) {
-        let to = self.ring.comm.process_at_rank(to as Rank);
-        self.requests.push(to.immediate_send(self.scope, words));
+        let request = self.ring.comm.process_at_rank(to as Rank).immediate_send(self.scope, words);
+        self.requests.push((Way::To(to), request));
     }
 
     /// Begins to receive from a rank: exactly so many words.
     pub(crate) fn receive(&mut self, from: usize, words: &'a mut [W]) {
-        let from = self.ring.comm.process_at_rank(from as Rank);
-        self.requests.push(from.immediate_receive_into(self.scope, words));
+        let request = self.ring.comm.process_at_rank(from as Rank).immediate_receive_into(self.scope, words);
+        self.requests.push((Way::From(from), request));
     }
 
     /// Lets MPI work: it does nothing for a large message but in a call.
     pub(crate) fn progress(&mut self) {
         let requests = std::mem::take(&mut self.requests);
-        self.requests = requests.into_iter().filter_map(|request| request.test().err()).collect();
+        self.requests = requests.into_iter().filter_map(|(way, request)| Some((way, request.test().err()?))).collect();
     }
 
-    /// Waits for the rest; says for what where the time limit passes. Gives the time that it took.
+    /// Waits for the rest, and says of what they are a part where the time limit passes. Gives the time that it took.
     pub(crate) fn finish(mut self, what: impl FnOnce() -> String) -> Duration {
         let started = Instant::now();
         loop {
@@ -106,9 +114,20 @@ impl<'a, 'scope, W: Equivalence> Messages<'a, 'scope, W> {
                 return started.elapsed();
             }
             if started.elapsed() > self.ring.time_limit {
-                self.ring.abort(&self.ring.silence(what()));
+                let mut whom: Vec<_> = self.requests.iter().map(|(way, _)| way.to_string()).collect();
+                whom.dedup();
+                self.ring.abort(&self.ring.silence(format!("{} ({})", whom.join(" and "), what())));
             }
             std::thread::yield_now(); // there may be more ranks than cores
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::From(rank) => write!(f, "a message from rank {rank}"),
+            Self::To(rank) => write!(f, "rank {rank} to take a message"),
         }
     }
 }
