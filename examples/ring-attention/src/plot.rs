@@ -30,7 +30,9 @@ pub fn svg(title: &str, all: &[Series]) -> Result<String> {
 }
 
 fn panel(area: &DrawingArea<SVGBackend<'_>, Shift>, gbits: f64, lines: &[&Series]) -> Result<()> {
-    let nodes: Vec<f64> = lines.iter().flat_map(|line| &line.points).map(|point| point.nodes as f64).collect();
+    let mut nodes: Vec<f64> = lines.iter().flat_map(|line| &line.points).map(|point| point.nodes as f64).collect();
+    nodes.sort_by(f64::total_cmp);
+    nodes.dedup();
     let most = nodes.iter().copied().fold(1.0, f64::max);
     let style = |size: u32| ("sans-serif", size).into_font().color(&BLACK);
     let mut chart = ChartBuilder::on(area)
