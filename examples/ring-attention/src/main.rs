@@ -61,8 +61,8 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     };
     let world = universe.world();
-    end_the_job_on_panic();
     let ring = Ring::new(&world).with_time_limit(Duration::from_secs(args.time_limit));
+    end_the_job_on_panic(ring.rank());
     let result = match args.command {
         None | Some(Command::Check) => check::run(&ring, &world),
         Some(Command::Bench(args)) => bench::run(&ring, &world, &args),
@@ -86,10 +86,11 @@ fn exit_code(result: Result<()>, rank: usize) -> ExitCode {
 }
 
 /// A rank that panics would otherwise wait in `MPI_Finalize` for the others, which wait for it.
-fn end_the_job_on_panic() {
+fn end_the_job_on_panic(rank: usize) {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         print(info);
+        eprintln!("rank {rank} panicked: the job ends");
         SimpleCommunicator::world().abort(101);
     }));
 }
