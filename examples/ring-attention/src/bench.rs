@@ -8,7 +8,9 @@ use fused_attention::{
 };
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::CommunicatorCollectives;
-use ring_attention::{DEFAULT_BLOCK_KEYS, Report, Ring, RingPlan, RingShape, Share, Shares, Wire};
+use ring_attention::{
+    CacheShard, DEFAULT_BLOCK_KEYS, DecodeShape, Report, Ring, RingPlan, RingShape, Share, Shares, Wire,
+};
 
 use crate::Result;
 use crate::check::{max_of_all, sum_of_all};
@@ -42,6 +44,9 @@ pub struct Args {
     /// Threads of each rank. 1: the calling thread alone.
     #[arg(long, default_value_t = 1)]
     threads: usize,
+    /// One query against a cache of this length in place of the whole sequence against itself.
+    #[arg(long)]
+    decode: bool,
     /// Runs; the fastest counts.
     #[arg(long, default_value_t = 5)]
     repeats: usize,
@@ -73,6 +78,9 @@ fn measure<K: Wire>(ring: &Ring, world: &SimpleCommunicator, args: &Args) -> Res
         config = config.with_parallelism(Parallelism::Serial);
     } else {
         rayon::ThreadPoolBuilder::new().num_threads(args.threads).build_global()?;
+    }
+    if args.decode {
+        return measure_decode::<K>(ring, world, args, &shape, &config);
     }
     let shares = Shares::for_mask(&config, seq_len, ring.ranks());
     let before = status("VmRSS")?;
@@ -126,6 +134,41 @@ fn measure<K: Wire>(ring: &Ring, world: &SimpleCommunicator, args: &Args) -> Res
             fastest = fastest.min(started.elapsed().as_secs_f64());
         }
         println!("one call of the library: {fastest:.4} seconds");
+    }
+    Ok(())
+}
+
+fn measure_decode<K: Wire>(
+    ring: &Ring,
+    world: &SimpleCommunicator,
+    args: &Args,
+    shape: &RingShape,
+    config: &AttentionConfig,
+) -> Result<()> {
+    let RingShape { num_heads, num_kv_heads, head_dim, .. } = *shape;
+    let shares = Shares::contiguous(args.seq_len, ring.ranks());
+    let own = Tensors::<K>::of_rank(shape, &shares, ring.rank());
+    let query = Tensors::<K>::of_positions(shape, &[args.seq_len]).q;
+    let shard = CacheShard { k: own.k(), v: own.v(), positions: shares.of(ring.rank()) };
+    let decode = DecodeShape { ring: *shape, q_len: 1, position: args.seq_len };
+    let mut seconds = f64::INFINITY;
+    for _ in 0..args.repeats {
+        world.barrier();
+        let started = Instant::now();
+        ring.decode(&decode, config, (0, &query), &shard)?;
+        seconds = seconds.min(max_of_all(world, started.elapsed().as_secs_f64()));
+    }
+    if ring.rank() == 0 {
+        let bytes = 2 * args.seq_len * num_kv_heads * head_dim * size_of::<K>();
+        println!(
+            "decode, {} x {}: {num_heads} heads on {num_kv_heads} of {head_dim}, {} keys, {}: {:.3} ms, {:.1} GB/s of K and V",
+            ring.ranks(),
+            args.threads,
+            args.seq_len,
+            K::NAME,
+            seconds * 1e3,
+            bytes as f64 / seconds / 1e9
+        );
     }
     Ok(())
 }
