@@ -357,7 +357,7 @@ pub enum AttentionError {
         num_heads: usize,
     },
     /// A slice of weights is not as long as its shape says.
-    #[error("the weights are {len} numbers, shape {shape:?} has {} of them", shape[0].saturating_mul(shape[1]))]
+    #[error("the weights are {len} numbers, shape {shape:?} has {} of them", .shape[0].saturating_mul(.shape[1]))]
     WeightLenMismatch {
         /// In the order of the storage.
         shape: [usize; 2],
@@ -373,7 +373,7 @@ pub enum AttentionError {
         found: usize,
     },
     /// A projection does not fit the sizes of its layer.
-    #[error("projection {projection} maps {} features to {}, the layer needs {} to {}", found[0], found[1], expected[0], expected[1])]
+    #[error("projection {projection} maps {} features to {}, the layer needs {} to {}", .found[0], .found[1], .expected[0], .expected[1])]
     ProjectionShapeMismatch {
         /// `"q"`, `"k"`, `"v"`, `"qkv"` or `"out"`.
         projection: &'static str,

@@ -1,14 +1,23 @@
 //! The whole layer: projections, heads, output projection. See [`MultiHeadAttention`].
 
-mod forward;
+mod call;
+mod heads;
 mod inputs;
 #[cfg(feature = "safetensors")]
 mod loading;
+mod product;
 mod projection;
 mod shape;
 mod workspace;
 
-use crate::{AttentionConfig, AttentionError, AttentionInputs, Element, KvCache, Rotary};
+use call::Call;
+use heads::Heads;
+use inputs::check_features_len;
+
+use crate::plan::MOST_CHUNKS_KEYS;
+use crate::{
+    AttentionConfig, AttentionError, AttentionInputs, AttentionPlan, AttentionShape, Element, KvCache, Rotary,
+};
 
 pub use inputs::MultiHeadInputs;
 #[cfg(feature = "safetensors")]
@@ -152,7 +161,11 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         config: &AttentionConfig,
         workspace: &mut MultiHeadWorkspace,
     ) -> Result<(), AttentionError> {
-        self.forward_checked(inputs, out, config, workspace)
+        check_features_len("out", out, inputs.x_shape)?;
+        let call = Call::new(self, *inputs, config)?;
+        call.project(None, workspace)?;
+        call.attend(workspace)?;
+        call.project_out(out, workspace)
     }
 
     /// Self-attention of new tokens, one or more of each sequence, that also sees the tokens before them: appends their keys and values to a layer
@@ -195,7 +208,7 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
     }
 
     /// As [`step`](Self::step), into `out` of `[batch, new tokens, d_model]`, with scratch of the caller, which grows as needed. Where it is large enough
-    /// (see [`MultiHeadWorkspace::reserve`]) and the cache has room, a step allocates what `gemm` does and nothing else.
+    /// (see [`reserve_steps`](Self::reserve_steps)) and the cache has room, a step allocates what `gemm` does and nothing else.
     ///
     /// # Errors
     /// As [`step`](Self::step).
@@ -208,7 +221,13 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         config: &AttentionConfig,
         workspace: &mut MultiHeadWorkspace,
     ) -> Result<(), AttentionError> {
-        self.step_checked(inputs, out, cache, layer, config, workspace)
+        check_features_len("out", out, inputs.x_shape)?;
+        let call = Call::new(self, *inputs, config)?;
+        let held = cache.lens(layer)?;
+        call.check_cache(cache)?;
+        call.project(Some(held), workspace)?;
+        call.attend_to_cache(cache, layer, workspace)?;
+        call.project_out(out, workspace)
     }
 
     /// The heads alone: projects and turns, and gives Q, K and V as [`attention`](crate::attention()) takes them, with the operands of `inputs`. They
@@ -225,6 +244,86 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         config: &AttentionConfig,
         workspace: &'w mut MultiHeadWorkspace,
     ) -> Result<AttentionInputs<'w, f32>, AttentionError> {
-        self.project_checked(inputs, config, workspace)
+        let call = Call::new(self, *inputs, config)?;
+        call.project(None, workspace)?;
+        call.views(&workspace.heads)
+    }
+
+    /// Grows a workspace to what [`forward_into`](Self::forward_into) needs for `[batch, q_len, kv_len]`, where `kv_len` is the length of the source, or
+    /// `q_len` in self-attention.
+    ///
+    /// # Errors
+    /// [`AttentionError::SizeOverflow`], [`AttentionError::AllocationFailed`], and what [`AttentionPlan::new`](crate::AttentionPlan::new) says.
+    pub fn reserve(
+        &self,
+        workspace: &mut MultiHeadWorkspace,
+        [batch, q_len, kv_len]: [usize; 3],
+        config: &AttentionConfig,
+    ) -> Result<(), AttentionError> {
+        // Whether there will be a source, a length that is the same does not say.
+        for is_cross in [false, true] {
+            self.reserve_heads(workspace, [batch, q_len, kv_len], is_cross, config)?;
+        }
+        self.reserve_attention(workspace, [batch, q_len, kv_len], config)
+    }
+
+    /// Grows a workspace to what [`step_into`](Self::step_into) needs for `[batch, new tokens, tokens of the cache]`, however few of these there are
+    /// at first.
+    ///
+    /// # Errors
+    /// As [`reserve`](Self::reserve).
+    pub fn reserve_steps(
+        &self,
+        workspace: &mut MultiHeadWorkspace,
+        [batch, new_tokens, capacity]: [usize; 3],
+        config: &AttentionConfig,
+    ) -> Result<(), AttentionError> {
+        self.reserve_heads(workspace, [batch, new_tokens, new_tokens], false, config)?;
+        // With more keys there may be fewer chunks of them, and less to merge.
+        for kv_len in MOST_CHUNKS_KEYS.map(|keys| keys.min(capacity)).into_iter().chain([capacity]) {
+            self.reserve_attention(workspace, [batch, new_tokens, kv_len], config)?;
+        }
+        Ok(())
+    }
+
+    fn reserve_heads(
+        &self,
+        workspace: &mut MultiHeadWorkspace,
+        [batch, q_len, kv_len]: [usize; 3],
+        is_cross: bool,
+        config: &AttentionConfig,
+    ) -> Result<(), AttentionError> {
+        workspace.reserve_heads(Heads::new(&self.shape, &self.qkv, [batch, q_len, kv_len], is_cross)?.len)?;
+        let tokens = batch * q_len.max(kv_len); // fits, as the heads do
+        let to_heads = match &self.qkv {
+            Qkv::Separate(projections) => &projections[..],
+            Qkv::Fused(projection) => std::slice::from_ref(projection),
+        };
+        for projection in to_heads.iter().chain([&self.out]) {
+            workspace.widened.reserve_len(projection.widened_len(tokens, config.parallelism))?;
+        }
+        Ok(())
+    }
+
+    fn reserve_attention(
+        &self,
+        workspace: &mut MultiHeadWorkspace,
+        [batch, q_len, kv_len]: [usize; 3],
+        config: &AttentionConfig,
+    ) -> Result<(), AttentionError> {
+        let MultiHeadShape { num_heads, num_kv_heads, head_dim, value_dim, .. } = self.shape;
+        let shape = AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
+        workspace.attention.reserve(&AttentionPlan::new(&shape, config)?)
+    }
+
+    /// Zeros for the output of a call.
+    fn new_output(&self, inputs: &MultiHeadInputs<'_>) -> Result<Vec<f32>, AttentionError> {
+        inputs.check_x(self.shape.d_model)?;
+        let len = inputs.x.len();
+        let mut out = Vec::new();
+        let bytes = size_of_val(inputs.x);
+        out.try_reserve_exact(len).map_err(|_| AttentionError::AllocationFailed { bytes })?;
+        out.resize(len, 0.0);
+        Ok(out)
     }
 }

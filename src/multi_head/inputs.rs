@@ -1,6 +1,8 @@
 //! What a layer reads: [`MultiHeadInputs`].
 
-use crate::TensorView;
+use super::MultiHeadShape;
+use super::product::{Rows, RowsMut};
+use crate::{AttentionError, TensorView};
 
 /// What [`MultiHeadAttention`](crate::MultiHeadAttention) reads besides its weights.
 #[derive(Debug, Clone, Copy)]
@@ -89,4 +91,73 @@ impl<'a> MultiHeadInputs<'a> {
         self.sinks = Some(sinks);
         self
     }
+
+    /// The rules between the tokens and a layer.
+    pub(super) fn check(&self, shape: &MultiHeadShape) -> Result<(), AttentionError> {
+        self.check_x(shape.d_model)?;
+        let (source, source_shape) = self.source();
+        check_features("source", source, source_shape, shape.d_source)?;
+        let ([batch, ..], [found, kv_len, _]) = (self.x_shape, source_shape);
+        if found != batch {
+            return Err(AttentionError::BatchMismatch { tensor: "source", expected: batch, found });
+        }
+        if let Some(lens) = self.lens {
+            if lens.len() != batch {
+                return Err(AttentionError::KvLensLenMismatch { expected: batch, found: lens.len() });
+            }
+            if let Some((index, &found)) = lens.iter().enumerate().find(|&(_, &len)| len > kv_len) {
+                return Err(AttentionError::KvLenTooLong { index, found, kv_len });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_x(&self, d_model: usize) -> Result<(), AttentionError> {
+        check_features("x", self.x, self.x_shape, d_model)
+    }
+
+    /// What K and V are projected from, with its shape.
+    pub(super) fn source(&self) -> (&'a [f32], [usize; 3]) {
+        self.source.unwrap_or((self.x, self.x_shape))
+    }
+
+    /// Once the sizes are checked.
+    pub(super) fn x_rows(&self) -> Rows<'a> {
+        rows(self.x, self.x_shape)
+    }
+
+    pub(super) fn source_rows(&self) -> Rows<'a> {
+        let (source, shape) = self.source();
+        rows(source, shape)
+    }
+
+    /// An output of as many tokens and features as `x`.
+    pub(super) fn out_rows<'o>(&self, out: &'o mut [f32]) -> RowsMut<'o> {
+        let [batch, q_len, d_model] = self.x_shape;
+        RowsMut { data: out, count: batch * q_len, stride: d_model }
+    }
+}
+
+fn rows(data: &[f32], [batch, len, features]: [usize; 3]) -> Rows<'_> {
+    Rows { data, count: batch * len, stride: features }
+}
+
+fn check_features(
+    tensor: &'static str,
+    data: &[f32],
+    shape: [usize; 3],
+    features: usize,
+) -> Result<(), AttentionError> {
+    if shape[2] != features {
+        return Err(AttentionError::FeaturesMismatch { tensor, expected: features, found: shape[2] });
+    }
+    check_features_len(tensor, data, shape)
+}
+
+/// The slice must be as long as its shape says.
+pub(super) fn check_features_len(tensor: &'static str, data: &[f32], shape: [usize; 3]) -> Result<(), AttentionError> {
+    if shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)) != Some(data.len()) {
+        return Err(AttentionError::FeaturesLenMismatch { tensor, shape, len: data.len() });
+    }
+    Ok(())
 }

@@ -1,8 +1,11 @@
 //! A matrix of weights with its bias: [`Projection`].
 
 use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
 
-use crate::{AttentionError, Element};
+use super::product::{Cut, Product, Rows, RowsMut};
+use crate::{AttentionError, Element, InstructionSet, Parallelism, Workspace};
 
 /// How a matrix of weights lies in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,7 +18,7 @@ pub enum WeightStorage {
 }
 
 /// A linear map of tokens, `y = x W + b`: weights of `f32`, `f16` or `bf16`, and a bias or none.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Projection<'a, T: Clone = f32> {
     weight: Cow<'a, [T]>,
     storage: WeightStorage,
@@ -29,26 +32,30 @@ impl<'a, T: Element<Acc = f32>> Projection<'a, T> {
     ///
     /// # Errors
     /// [`AttentionError::WeightLenMismatch`].
-    pub fn from_out_in(weight: impl Into<Cow<'a, [T]>>, [out, input]: [usize; 2]) -> Result<Self, AttentionError> {
-        Self::stored(weight.into(), WeightStorage::OutIn, [out, input])
+    pub fn from_out_in(weight: impl Into<Cow<'a, [T]>>, shape: [usize; 2]) -> Result<Self, AttentionError> {
+        Self::stored(weight, WeightStorage::OutIn, shape)
     }
 
     /// Weights stored `[in, out]`, as textbooks write them; `shape` is given in that order. Takes a `Vec` or a slice.
     ///
     /// # Errors
     /// [`AttentionError::WeightLenMismatch`].
-    pub fn from_in_out(weight: impl Into<Cow<'a, [T]>>, [input, out]: [usize; 2]) -> Result<Self, AttentionError> {
-        Self::stored(weight.into(), WeightStorage::InOut, [input, out])
+    pub fn from_in_out(weight: impl Into<Cow<'a, [T]>>, shape: [usize; 2]) -> Result<Self, AttentionError> {
+        Self::stored(weight, WeightStorage::InOut, shape)
     }
 
-    /// Weights stored this way; `shape` is given in the order of the storage.
+    /// Weights stored in this way; `shape` is given in its order.
     ///
     /// # Errors
     /// [`AttentionError::WeightLenMismatch`].
-    pub fn stored(weight: Cow<'a, [T]>, storage: WeightStorage, shape: [usize; 2]) -> Result<Self, AttentionError> {
-        let len = weight.len();
-        if shape[0].checked_mul(shape[1]) != Some(len) {
-            return Err(AttentionError::WeightLenMismatch { shape, len });
+    pub fn stored(
+        weight: impl Into<Cow<'a, [T]>>,
+        storage: WeightStorage,
+        shape: [usize; 2],
+    ) -> Result<Self, AttentionError> {
+        let weight = weight.into();
+        if shape[0].checked_mul(shape[1]) != Some(weight.len()) {
+            return Err(AttentionError::WeightLenMismatch { shape, len: weight.len() });
         }
         let [first, second] = shape;
         let shape = match storage {
@@ -88,4 +95,49 @@ impl<'a, T: Element<Acc = f32>> Projection<'a, T> {
         }
         Ok(())
     }
+
+    /// Computes some of the outputs of `x` into `to`, whose rows begin with them. `widened` grows as needed.
+    pub(super) fn apply(
+        &self,
+        outputs: Range<usize>,
+        x: Rows<'_>,
+        to: RowsMut<'_>,
+        widened: &mut Workspace,
+        threads: Threads,
+    ) -> Result<(), AttentionError> {
+        let product = Product {
+            weight: &self.weight,
+            storage: self.storage,
+            shape: self.shape,
+            bias: self.bias.as_deref().map(|bias| &bias[outputs.clone()]),
+            first_output: outputs.start,
+        };
+        product.run(outputs.len(), x, to, widened, threads)
+    }
+
+    /// Bytes that [`apply`](Self::apply) widens weights into.
+    pub(super) fn widened_len(&self, tokens: usize, parallelism: Parallelism) -> usize {
+        Cut::new::<T>(self.shape, tokens, parallelism).widened_len()
+    }
+}
+
+impl<T: Clone> fmt::Debug for Projection<'_, T> {
+    /// Sizes, not the weights.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { storage, shape: [inputs, outputs], bias, .. } = self;
+        f.debug_struct("Projection")
+            .field("in_features", inputs)
+            .field("out_features", outputs)
+            .field("storage", storage)
+            .field("has_bias", &bias.is_some())
+            .finish()
+    }
+}
+
+/// Where projections run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Threads {
+    pub(super) parallelism: Parallelism,
+    /// What widens weights.
+    pub(super) instruction_set: InstructionSet,
 }

@@ -1,33 +1,59 @@
 //! Scratch memory of a layer: [`MultiHeadWorkspace`].
 
-use crate::{AttentionConfig, AttentionError, Element, MultiHeadAttention, Workspace};
+use std::fmt;
 
-/// Scratch memory for [`MultiHeadAttention::forward_into`] and [`step_into`](MultiHeadAttention::step_into): Q, K, V and the heads' outputs of all tokens,
-/// a block of widened weights, and what attention needs. One serves any number of layers, one after the other. It grows as needed and
-/// never shrinks.
-#[derive(Debug, Clone, Default)]
+use aligned_vec::{AVec, ConstAlign};
+
+use crate::workspace::ALIGN_BYTES;
+use crate::{AttentionError, Workspace};
+
+/// Scratch memory for [`MultiHeadAttention::forward_into`](crate::MultiHeadAttention::forward_into) and
+/// [`step_into`](crate::MultiHeadAttention::step_into): Q, K, V and the heads' outputs of all tokens, a block of widened weights a thread, and what
+/// attention needs. One serves any number of layers, one after the other. It grows as needed and never shrinks.
+#[derive(Clone)]
 pub struct MultiHeadWorkspace {
+    pub(super) heads: AVec<f32, ConstAlign<ALIGN_BYTES>>,
+    pub(super) widened: Workspace,
     pub(super) attention: Workspace,
 }
 
 impl MultiHeadWorkspace {
     /// An empty workspace, which grows when it is used.
     pub fn new() -> Self {
-        Self::default()
+        Self { heads: AVec::new(ALIGN_BYTES), widened: Workspace::new(), attention: Workspace::new() }
     }
 
-    /// Grows to what a call of `[batch, q_len, kv_len]` needs, so that it allocates nothing: `kv_len` is the length of the source in
-    /// cross-attention, the capacity of the cache for steps, else `q_len`.
-    ///
-    /// # Errors
-    /// [`AttentionError::AllocationFailed`], and what [`AttentionPlan::new`](crate::AttentionPlan::new) says.
-    pub fn reserve<T: Element<Acc = f32>>(
-        &mut self,
-        layer: &MultiHeadAttention<'_, T>,
-        [_batch, _q_len, _kv_len]: [usize; 3],
-        _config: &AttentionConfig,
-    ) -> Result<(), AttentionError> {
-        let _ = layer;
-        todo!()
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.heads.len() * size_of::<f32>() + self.widened.len() + self.attention.len()
+    }
+
+    /// Whether it holds nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Grows to so many numbers of heads.
+    pub(super) fn reserve_heads(&mut self, len: usize) -> Result<(), AttentionError> {
+        if self.heads.len() < len {
+            // The old contents are of no use.
+            self.heads = AVec::new(ALIGN_BYTES);
+            let bytes = len.saturating_mul(size_of::<f32>());
+            self.heads.try_reserve_exact(len).map_err(|_| AttentionError::AllocationFailed { bytes })?;
+            self.heads.resize(len, 0.0);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for MultiHeadWorkspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MultiHeadWorkspace").field("len", &self.len()).finish()
+    }
+}
+
+impl Default for MultiHeadWorkspace {
+    fn default() -> Self {
+        Self::new()
     }
 }
