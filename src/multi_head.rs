@@ -56,7 +56,7 @@ pub use workspace::MultiHeadWorkspace;
 ///
 /// # Weights
 /// Of `f32`, [`f16`](struct@crate::f16) or [`bf16`](crate::bf16); activations, sums and biases are `f32`. The layer borrows its weights or owns them,
-/// whichever it is given. Weights of 16 bits stay as they are: each call widens them, exactly, a block of at most 256 KiB of `f32` at a time.
+/// whichever it is given. Weights of 16 bits stay as they are: each call widens them, exactly, a block of about 1 MiB of `f32` a thread at a time.
 ///
 /// # Where the work runs
 /// The projections run through the crate `gemm`, on the threads that [`AttentionConfig::parallelism`] says, and write the layout that the

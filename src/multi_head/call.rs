@@ -81,9 +81,9 @@ impl<'c, 'i, T: Element<Acc = f32>> Call<'c, 'i, T> {
     fn turn(&self, rotary: &Rotary, rows: TokenRows, first_position: usize, data: &mut [f32]) {
         let data = &mut data[rows.range()];
         let threads = if data.len() < SERIAL_BELOW { 1 } else { schedule::max_threads(self.threads.parallelism) };
-        schedule::for_each_part(threads, data, rows.stride(), 0, &|first_row, part: &mut [f32]| {
+        schedule::for_each_part(threads, data, rows.stride, 0, &|first_row, part: &mut [f32]| {
             let position = first_position.saturating_add(first_row);
-            rotary.turn_tokens(part, rows.stride(), [rows.heads, rows.dim], position);
+            rotary.turn_tokens(part, rows.stride, [rows.heads, rows.dim], position);
         });
     }
 

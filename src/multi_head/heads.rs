@@ -10,7 +10,7 @@ use crate::{AttentionError, Element, TensorView, TensorViewMut};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TokenRows {
     pub(super) start: usize,
-    stride: usize,
+    pub(super) stride: usize,
     pub(super) batch: usize,
     pub(super) seq: usize,
     pub(super) heads: usize,
@@ -53,10 +53,6 @@ impl TokenRows {
             0 => 0..0,
             tokens => self.start..self.start + (tokens - 1) * self.stride + self.features(),
         }
-    }
-
-    pub(super) fn stride(&self) -> usize {
-        self.stride
     }
 
     fn view_shape(&self) -> [usize; 4] {
