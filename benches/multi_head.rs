@@ -4,11 +4,10 @@
 //!
 //! `cargo bench --bench multi_head`
 
-mod common;
+use std::time::{Duration, Instant};
 
-use std::time::Instant;
-
-use criterion::Throughput;
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion, Throughput};
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, Element, KvCache,
     MultiHeadAttention, MultiHeadInputs, MultiHeadShape, MultiHeadWorkspace, Parallelism, Projection, Rotary,
@@ -222,7 +221,11 @@ fn main() {
     if std::env::args().any(|argument| argument == "--bench") {
         print_table();
     }
-    let mut criterion = common::criterion();
+    let mut criterion = Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(200))
+        .measurement_time(Duration::from_secs(1))
+        .configure_from_args();
     for len in LENS {
         let mut group = criterion.benchmark_group(format!("multi_head/d{D_MODEL}_h{HEADS}/t{len}"));
         group.throughput(Throughput::Elements(len as u64));
@@ -243,12 +246,8 @@ fn main() {
 }
 
 /// One token over a cache of 1024.
-fn bench_steps(criterion: &mut criterion::Criterion) {
-    fn bench<T: Element<Acc = f32>>(
-        group: &mut criterion::BenchmarkGroup<'_, criterion::measurement::WallTime>,
-        name: &str,
-        narrow: impl Fn(f32) -> T,
-    ) {
+fn bench_steps(criterion: &mut Criterion) {
+    fn bench<T: Element<Acc = f32>>(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, narrow: impl Fn(f32) -> T) {
         for (place, parallelism) in places() {
             let config = AttentionConfig::causal().with_parallelism(parallelism);
             for (tokens, storage) in [

@@ -161,8 +161,8 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         config: &AttentionConfig,
         workspace: &mut MultiHeadWorkspace,
     ) -> Result<(), AttentionError> {
-        check_features_len("out", out, inputs.x_shape)?;
         let call = Call::new(self, *inputs, config)?;
+        check_features_len("out", out, inputs.x_shape)?;
         call.project(None, workspace)?;
         call.attend(workspace)?;
         call.project_out(out, workspace)
@@ -221,8 +221,8 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         config: &AttentionConfig,
         workspace: &mut MultiHeadWorkspace,
     ) -> Result<(), AttentionError> {
-        check_features_len("out", out, inputs.x_shape)?;
         let call = Call::new(self, *inputs, config)?;
+        check_features_len("out", out, inputs.x_shape)?;
         let held = cache.lens(layer)?;
         call.check_cache(cache)?;
         call.project(Some(held), workspace)?;

@@ -4,9 +4,8 @@
 //! to[token][output] = bias[output] + sum over input of x[token][input] * weight[input][output]
 //! ```
 //!
-//! The outputs are cut into blocks, which are tasks: weights of 16 bits are widened a block at a time, into scratch of the worker, and few
-//! tokens, which `gemm` multiplies on one thread, are shared by the threads in blocks of weights. Where weights are `f32` and tokens are
-//! many, there is one block and `gemm` uses the threads.
+//! Tasks are blocks of outputs, cut so that the weights of a block stay in L2, of which weights of 16 bits are widened into scratch of the worker; where threads
+//! are many, blocks of tokens too. Each is a product that `gemm` computes on the thread of the task.
 
 // gemm takes raw pointers.
 #![allow(unsafe_code)]
@@ -24,6 +23,14 @@ pub(super) struct Rows<'a> {
     pub(super) data: &'a [f32],
     pub(super) count: usize,
     pub(super) stride: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Some of them, of this many features.
+    fn part(self, rows: Range<usize>, features: usize) -> Self {
+        let (start, count) = (rows.start * self.stride, rows.len());
+        Self { data: &self.data[start..][..(count - 1) * self.stride + features], count, ..self }
+    }
 }
 
 /// The same, to be written.
@@ -44,21 +51,26 @@ pub(super) struct Product<'a, T> {
     pub(super) first_output: usize,
 }
 
-/// Outputs of a block are a multiple of this, which the rows of all of gemm's micro-tiles divide (48 with AVX-512, 24 with AVX2).
-const BLOCK_STEP: usize = 48;
+/// Outputs of a block are a multiple of this, the widest vector of gemm's micro-tiles.
+const BLOCK_STEP: usize = 16;
 
-/// Widened weights of a block: 1 MiB, within L2, unless 48 outputs take more.
-const WIDENED_LEN: usize = 1 << 18;
+/// Weights of a block: 1 MiB as `f32`, as much as L2 holds. Blocks of [in, out] 1024 x 256 are as fast as one product of all, or faster, with `f32` too
+/// (benches/results/log.md).
+const BLOCK_WEIGHTS: usize = 1 << 18;
 
-/// Up to so many tokens gemm runs on one thread.
-const FEW_TOKENS: usize = 1;
+/// Where threads are many, outputs are cut no further than this (two micro-tiles of AVX-512), nor tokens.
+const FEWEST_OUTPUTS: usize = 96;
+const FEWEST_TOKENS: usize = 128;
 
-/// How the outputs of a product are cut.
+/// How a product is cut.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cut {
-    /// Outputs of a task.
-    block: usize,
-    blocks: usize,
+    /// Outputs of a task, and blocks of them.
+    outputs: usize,
+    output_blocks: usize,
+    /// Tokens of a task, and blocks of them.
+    tokens: usize,
+    token_blocks: usize,
     workers: usize,
     /// Bytes of widened weights of a worker.
     scratch_len: usize,
@@ -72,16 +84,18 @@ impl Cut {
     ) -> Self {
         let flops = [2, tokens, inputs, outputs].into_iter().fold(1u128, |flops, n| flops.saturating_mul(n as u128));
         let threads = if flops < SERIAL_BELOW_FLOPS.into() { 1 } else { schedule::max_threads(parallelism) };
+        let most = (outputs / FEWEST_OUTPUTS).max(1);
+        let for_cache = outputs.saturating_mul(inputs).div_ceil(BLOCK_WEIGHTS).max(1);
+        let for_threads = for_cache.next_multiple_of(threads.min(most)); // each thread the same number
+        let block = outputs.div_ceil(for_threads).next_multiple_of(BLOCK_STEP);
+        let output_blocks = outputs.div_ceil(block.max(1)).max(1);
+        let token_blocks = threads.div_ceil(output_blocks).min(tokens / FEWEST_TOKENS).max(1);
+        let token_block = tokens.div_ceil(token_blocks);
+        let token_blocks = tokens.div_ceil(token_block.max(1)).max(1);
         let is_f32 = T::as_acc(&[]).is_some();
-        let shared = outputs.div_ceil(threads).next_multiple_of(BLOCK_STEP);
-        let block = match is_f32 {
-            true if tokens > FEW_TOKENS => outputs,
-            true => shared,
-            false => shared.min((WIDENED_LEN / inputs.max(1) / BLOCK_STEP).max(1) * BLOCK_STEP),
-        };
-        let blocks = outputs.div_ceil(block.max(1));
         let scratch_len = if is_f32 { 0 } else { (block * inputs * size_of::<f32>()).next_multiple_of(ALIGN_BYTES) };
-        Self { block, blocks, workers: threads.min(blocks), scratch_len }
+        let workers = threads.min(output_blocks * token_blocks);
+        Self { outputs: block, output_blocks, tokens: token_block, token_blocks, workers, scratch_len }
     }
 
     /// Bytes of widened weights of all workers.
@@ -102,6 +116,13 @@ struct Weights<'a> {
 struct Target {
     data: *mut f32,
     stride: usize,
+}
+
+impl Target {
+    /// From this row on, which must be one.
+    fn from(self, row: usize) -> Self {
+        Self { data: self.data.wrapping_add(row * self.stride), ..self }
+    }
 }
 
 // SAFETY: a worker writes the outputs of its own tasks alone, and every task is run once.
@@ -125,34 +146,25 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
         assert!(to.count == tokens && outputs <= to.stride && self.first_output + outputs <= self.shape[1]);
         assert!(reach(x.stride, inputs) <= x.data.len() && reach(to.stride, outputs) <= to.data.len());
         let to = Target { data: to.data.as_mut_ptr(), stride: to.stride };
-        let Cut { block, blocks, workers, scratch_len, .. } =
-            Cut::new::<T>([inputs, outputs], tokens, threads.parallelism);
-        let weights = T::as_acc(self.weight);
-        if let (Some(weights), 1) = (weights, blocks) {
-            let parallelism = gemm_parallelism(threads.parallelism);
-            // SAFETY: `to` holds the rows, asserted above, and is written by this call alone.
-            unsafe { self.multiply(0..outputs, &self.part(weights, 0..outputs), x, to, parallelism) };
-            return Ok(());
-        }
-        widened.reserve_len(workers * scratch_len)?;
-        let scratch = &mut widened.as_mut_slice()[..workers * scratch_len];
-        schedule::for_each_worker(
-            workers,
-            blocks,
-            scratch,
-            scratch_len,
-            &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
-                for task in tasks {
-                    let outputs = task * block..outputs.min((task + 1) * block);
-                    let weights = match weights {
-                        Some(weights) => self.part(weights, outputs.clone()),
-                        None => self.widen(outputs.clone(), as_f32(scratch), threads),
-                    };
-                    // SAFETY: `to` holds the rows, asserted above, and no other task has these outputs.
-                    unsafe { self.multiply(outputs, &weights, x, to, gemm::Parallelism::None) };
-                }
-            },
-        );
+        let cut = Cut::new::<T>([inputs, outputs], tokens, threads.parallelism);
+        let all_weights = T::as_acc(self.weight);
+        widened.reserve_len(cut.widened_len())?;
+        let scratch = &mut widened.as_mut_slice()[..cut.widened_len()];
+        let work = |tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
+            for task in tasks {
+                // Neighbours in the order of tasks share their weights.
+                let (output_block, token_block) = (task / cut.token_blocks, task % cut.token_blocks);
+                let outputs = output_block * cut.outputs..outputs.min((output_block + 1) * cut.outputs);
+                let tokens = token_block * cut.tokens..tokens.min((token_block + 1) * cut.tokens);
+                let weights = match all_weights {
+                    Some(weights) => self.part(weights, outputs.clone()),
+                    None => self.widen(outputs.clone(), as_f32(scratch), threads),
+                };
+                // SAFETY: `to` holds all rows, asserted above, and no other task has these outputs of these.
+                unsafe { self.multiply(outputs, &weights, x.part(tokens.clone(), inputs), to.from(tokens.start)) };
+            }
+        };
+        schedule::for_each_worker(cut.workers, cut.output_blocks * cut.token_blocks, scratch, cut.scratch_len, &work);
         Ok(())
     }
 
@@ -208,14 +220,7 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
     ///
     /// # Safety
     /// `to` must be valid for writing these outputs of as many rows as `x` has, and nothing else may use them meanwhile.
-    unsafe fn multiply(
-        &self,
-        outputs: Range<usize>,
-        weights: &Weights<'_>,
-        x: Rows<'_>,
-        to: Target,
-        parallelism: gemm::Parallelism,
-    ) {
+    unsafe fn multiply(&self, outputs: Range<usize>, weights: &Weights<'_>, x: Rows<'_>, to: Target) {
         let inputs = self.shape[0];
         let count = outputs.len();
         let Weights { data, input_stride, output_stride } = *weights;
@@ -251,18 +256,9 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
                 false,
                 false,
                 false,
-                parallelism,
+                gemm::Parallelism::None,
             );
         }
-    }
-}
-
-/// gemm runs small products on one thread, by a threshold of its own.
-fn gemm_parallelism(parallelism: Parallelism) -> gemm::Parallelism {
-    match parallelism {
-        Parallelism::Serial => gemm::Parallelism::None,
-        #[cfg(feature = "rayon")]
-        Parallelism::Rayon => gemm::Parallelism::Rayon(schedule::max_threads(parallelism)),
     }
 }
 

@@ -55,7 +55,7 @@ fn allocations_of_gemm(form: Form, tokens: usize) -> usize {
 
 #[test]
 fn a_step_allocates_what_gemm_does() {
-    fn check<T: Number<Real = f32> + Element<Acc = f32>, K: Element<Acc = f32>>(tokens: usize) {
+    fn check<T: Number<Real = f32>, K: Number<Real = f32>>(tokens: usize) {
         let mut textbook = TextbookLayer::normal::<T>(SHAPE, [true; 4], 1);
         textbook.rotary = Some(TextbookRotary { dim: 16, pairing: RotaryPairing::Interleaved, base: 1e4 });
         let capacity = 1500; // several chunks of keys

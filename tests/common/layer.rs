@@ -132,12 +132,12 @@ impl TextbookLayer {
         }
     }
 
-    /// `tokens` through projection `index`, in the arithmetic of `A`.
-    pub fn project<A: Real>(&self, index: usize, tokens: &[A]) -> Vec<A> {
+    /// `count` tokens through projection `index`, in the arithmetic of `A`.
+    pub fn project<A: Real>(&self, index: usize, tokens: &[A], count: usize) -> Vec<A> {
         let [input, out] = features(&self.shape)[index];
         let weights: Vec<A> = self.weights[index].iter().map(|&w| A::nearest(w)).collect();
         let bias = |o: usize| A::nearest(self.biases[index].as_ref().map_or(0.0, |bias| bias[o]));
-        let count = if input == 0 { 0 } else { tokens.len() / input };
+        assert_eq!(tokens.len(), count * input);
         let mut projected = Vec::with_capacity(count * out);
         for token in 0..count {
             for o in 0..out {
@@ -167,10 +167,11 @@ impl TextbookLayer {
         let MultiHeadShape { num_heads, num_kv_heads, head_dim, value_dim, .. } = self.shape;
         let numbers = |x: &[f64]| -> Vec<A> { x.iter().map(|&x| A::nearest(x)).collect() };
         let (x, keys) = (numbers(x), numbers(source.unwrap_or(x)));
-        let [mut q, mut k, v] = [self.project(0, &x), self.project(1, &keys), self.project(2, &keys)];
+        let (q_len, kv_len) = (x.len() / self.shape.d_model, keys.len() / self.shape.d_source);
+        let (mut q, mut k) = (self.project(0, &x, q_len), self.project(1, &keys, kv_len));
+        let v = self.project(2, &keys, kv_len);
         self.turn(&mut q, first_position, num_heads);
         self.turn(&mut k, if source.is_some() { 0 } else { first_position }, num_kv_heads);
-        let (q_len, kv_len) = (q.len() / (num_heads * head_dim), k.len() / (num_kv_heads * head_dim));
         let scale = A::nearest(1.0 / (head_dim as f64).sqrt());
         let zero = A::exactly(0.0);
         let mut context = vec![zero; q_len * num_heads * value_dim];
@@ -192,7 +193,7 @@ impl TextbookLayer {
                 out.iter_mut().zip(v).for_each(|(out, &v)| *out += weight / sum * v);
             }
         }
-        self.project(3, &context)
+        self.project(3, &context, q_len)
     }
 
     /// Asserts that `found` is as near to the layer in f64 as the layer in f32 is, by the rule of the crate: at most twice its error and a few

@@ -3,7 +3,7 @@
 use crate::common::layer::{Form, TextbookLayer, TextbookRotary, as_f32, normal_tokens};
 use crate::common::{BoolTensor, Number, by_profile, instruction_sets, quick};
 use fused_attention::{
-    AttentionConfig, AttentionInputs, CausalAlignment, Element, KvPadding, Mask, MultiHeadAttention, MultiHeadInputs,
+    AttentionConfig, AttentionInputs, CausalAlignment, KvPadding, Mask, MultiHeadAttention, MultiHeadInputs,
     MultiHeadShape, MultiHeadWorkspace, Parallelism, Projection, RotaryPairing, TensorView, attention, bf16, f16,
 };
 use proptest::prelude::*;
@@ -59,7 +59,7 @@ struct Case {
 }
 
 impl Case {
-    fn check<T: Number<Real = f32> + Element<Acc = f32>>(&self) {
+    fn check<T: Number<Real = f32>>(&self) {
         let Self { shape, batch, q_len, config, seed, .. } = *self;
         let mut textbook = TextbookLayer::normal::<T>(shape, self.has_bias, seed);
         textbook.rotary = self.rotary;
@@ -177,7 +177,7 @@ fn the_layer_is_the_textbooks() {
 /// Wide enough that weights of 16 bits are widened in several blocks, and that threads share them.
 #[test]
 fn wide_layers_are_the_textbooks() {
-    fn check<T: Number<Real = f32> + Element<Acc = f32>>() {
+    fn check<T: Number<Real = f32>>() {
         let shape =
             MultiHeadShape { num_kv_heads: 2, head_dim: 60, ..MultiHeadShape::new(by_profile(1024, 768), 8).unwrap() };
         let textbook = TextbookLayer::normal::<T>(shape, [true, false, true, false], 5);
@@ -201,7 +201,7 @@ fn wide_layers_are_the_textbooks() {
 
 #[test]
 fn weights_of_16_bits_give_what_their_f32_copies_give() {
-    fn check<T: Number<Real = f32> + Element<Acc = f32>>() {
+    fn check<T: Number<Real = f32>>() {
         let textbook = TextbookLayer::normal::<T>(SHAPE, [true; 4], 3);
         let x = as_f32(&normal_tokens(9 * 20, 4));
         for form in Form::ALL {
@@ -263,7 +263,7 @@ fn masks_biases_slopes_and_sinks_reach_the_scores() {
         .flat_map(|token| (0..30).map(move |feature| (token, feature)))
         .map(|(token, feature)| context[((token / len * 6 + feature / 5) * len + token % len) * 5 + feature % 5])
         .collect();
-    let expected = textbook.project::<f64>(3, &tokens.iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
+    let expected = textbook.project::<f64>(3, &tokens.iter().map(|&x| f64::from(x)).collect::<Vec<_>>(), batch * len);
     let out = layer.forward(&inputs, &config).unwrap();
     assert!(out.iter().zip(&expected).all(|(out, expected)| (f64::from(*out) - expected).abs() < 1e-5));
     // Each of them counts.
@@ -391,8 +391,8 @@ fn the_causal_example_keeps_its_shape_and_its_past() {
     let out = run(&x);
     assert_eq!(out.len(), len * d_model);
     // The first token sees itself alone: its output is its value, projected.
-    let value = textbook.project::<f64>(2, &x[..d_model]);
-    let first = textbook.project::<f64>(3, &value);
+    let value = textbook.project::<f64>(2, &x[..d_model], 1);
+    let first = textbook.project::<f64>(3, &value, 1);
     assert!(out.iter().zip(&first).all(|(out, first)| (f64::from(*out) - first).abs() < 1e-5));
     // And none sees those after it.
     for changed in 1..len {

@@ -3,8 +3,8 @@
 use crate::common::layer::{Form, TextbookLayer, TextbookRotary, as_f32, normal_tokens};
 use crate::common::{BoolTensor, Number, by_profile, instruction_sets};
 use fused_attention::{
-    AttentionConfig, AttentionError, Capacity, Element, KvCache, KvPadding, MultiHeadAttention, MultiHeadInputs,
-    MultiHeadShape, MultiHeadWorkspace, Parallelism, RotaryPairing, TensorView, alibi_slopes, bf16, f16,
+    AttentionConfig, AttentionError, Capacity, KvCache, KvPadding, MultiHeadAttention, MultiHeadInputs, MultiHeadShape,
+    MultiHeadWorkspace, Parallelism, RotaryPairing, TensorView, alibi_slopes, bf16, f16,
 };
 
 const SHAPE: MultiHeadShape =
@@ -37,19 +37,20 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// Steps of these sizes over a cache of type `K` differ from the full pass by at most `tolerance`.
-fn check_steps<K: Element<Acc = f32>>(sizes: &[usize], tolerance: f32) {
+fn check_steps<K: Number<Real = f32>>(sizes: &[usize], tolerance: f32) {
     let (batch, len) = (2, sizes.iter().sum());
     let x = as_f32(&normal_tokens(batch * len * D_MODEL, 2));
     let slopes = alibi_slopes(6);
     for (form, config) in Form::ALL.into_iter().cycle().zip(causal_configs()) {
         let layer: MultiHeadAttention = textbook().layer(form).unwrap();
-        let inputs = |x, tokens| MultiHeadInputs::new(x, [batch, tokens, D_MODEL]).with_alibi_slopes(&slopes);
-        let full = layer.forward(&inputs(&x, len), &config).unwrap();
+        let inputs = MultiHeadInputs::new(&x, [batch, len, D_MODEL]).with_alibi_slopes(&slopes);
+        let full = layer.forward(&inputs, &config).unwrap();
         let mut cache = KvCache::<K>::new(&SHAPE.kv_cache_shape(2, batch), Capacity::Growing(1)).unwrap();
         let mut first = 0;
         for &tokens in sizes {
             let new = rows(&x, len, batch, first..first + tokens);
-            let out = layer.step(&inputs(&new, tokens), &mut cache, 1, &config).unwrap();
+            let inputs = MultiHeadInputs::new(&new, [batch, tokens, D_MODEL]).with_alibi_slopes(&slopes);
+            let out = layer.step(&inputs, &mut cache, 1, &config).unwrap();
             let difference = largest_difference(&out, &rows(&full, len, batch, first..first + tokens));
             assert!(difference <= tolerance, "{config:?}, tokens {first}..{}: {difference:e}", first + tokens);
             first += tokens;
