@@ -77,6 +77,8 @@ mod kernels;
 mod kv_cache;
 mod mask;
 mod merge;
+#[cfg(feature = "multi-head")]
+mod multi_head;
 mod online_softmax;
 mod operands;
 mod output;
@@ -85,6 +87,7 @@ mod partial;
 mod plan;
 mod prefill;
 pub mod reference;
+mod rotary;
 mod row_block;
 mod schedule;
 mod score_modifier;
@@ -109,8 +112,15 @@ pub use instruction_set::executed_instruction_set;
 #[doc(hidden)]
 pub use kernels::panel;
 pub use kv_cache::{Capacity, KvCache, KvCacheShape};
+#[cfg(feature = "safetensors")]
+pub use multi_head::ProjectionNames;
+#[cfg(feature = "multi-head")]
+pub use multi_head::{
+    MultiHeadAttention, MultiHeadInputs, MultiHeadShape, MultiHeadWorkspace, Projection, WeightStorage,
+};
 pub use partial::{MergedAttention, PartialAttention};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
+pub use rotary::{Rotary, RotaryPairing, RotaryScaling};
 pub use score_modifier::{MAX_PARAMETERS, ScoreContext, ScoreModifier, ScoreVector, alibi_slopes};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
