@@ -71,6 +71,20 @@ impl VisibleKeys {
         Self { first_key, kv_len, ..self }.with_bounds()
     }
 
+    /// For the queries from `first` on alone, numbered from 0. They stay where they are.
+    pub(crate) fn from_query(self, first: usize) -> Self {
+        let mask = match self.mask {
+            Mask::Causal(CausalAlignment::TopLeft) => {
+                Mask::Causal(CausalAlignment::Offset(0isize.saturating_add_unsigned(first)))
+            }
+            Mask::Causal(CausalAlignment::Offset(offset)) => {
+                Mask::Causal(CausalAlignment::Offset(offset.saturating_add_unsigned(first)))
+            }
+            aligned_to_the_end => aligned_to_the_end,
+        };
+        Self { mask, q_len: self.q_len - first, ..self }.with_bounds()
+    }
+
     /// The other part, if there is one. (This is the first.)
     pub(crate) fn second_part(self) -> Option<Self> {
         (self.part == Part::Prefix).then(|| Self { part: Part::Window, ..self }.with_bounds())
@@ -258,6 +272,20 @@ mod tests {
                 for part in parts.iter().filter(|_| query > 0) {
                     let [before, here] = [query - 1, query].map(|query| part.range(query));
                     assert!(before.start <= here.start && before.end <= here.end && here.start <= here.end, "{what}");
+                }
+            }
+            for first_query in 0..q_len {
+                let later = first.from_query(first_query);
+                let later_parts = [Some(later), later.second_part()].into_iter().flatten();
+                for ((part, later), query) in
+                    parts.iter().zip(later_parts).flat_map(|pair| (first_query..q_len).map(move |query| (pair, query)))
+                {
+                    assert_eq!(later.range(query - first_query), part.range(query), "{what}, from query {first_query}");
+                    assert_eq!(
+                        later.position(query - first_query),
+                        part.position(query),
+                        "{what}, from query {first_query}"
+                    );
                 }
             }
             let sum: usize = (0..q_len).flat_map(|query| parts.iter().map(move |part| part.range(query).len())).sum();

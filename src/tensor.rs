@@ -184,6 +184,15 @@ impl<'a, T> TensorView<'a, T> {
         Self { data: &self.data[offset..], layout }
     }
 
+    /// One head of one batch entry, both of which exist.
+    pub(crate) fn head(&self, batch: usize, head: usize) -> Self {
+        let [batches, heads, seq, dim] = self.layout.shape;
+        debug_assert!(batch < batches && head < heads);
+        let layout = Layout { shape: [1, 1, seq, dim], ..self.layout };
+        let offset = if layout.shape.contains(&0) { self.data.len() } else { self.layout.offset([batch, head, 0]) };
+        Self { data: &self.data[offset..], layout }
+    }
+
     /// `[batch, heads, seq, head_dim]`.
     pub fn shape(&self) -> [usize; 4] {
         self.layout.shape
