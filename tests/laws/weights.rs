@@ -96,12 +96,12 @@ fn check<T: Number, K: Number<Real = T::Real>>(
 #[test]
 fn weights_of_batches_and_head_groups_match_the_reference() {
     let cases = case(batches_and_head_groups());
-    proptest!(proptest_config(300, 12), |(case in cases)| (case.types.check_weights)(&case)?);
+    proptest!(proptest_config(800, 12), |(case in cases)| (case.types.check_weights)(&case)?);
 }
 
 #[test]
 fn weights_of_many_rows_match_the_reference() {
-    proptest!(proptest_config(200, 6), |(case in case(many_rows()))| (case.types.check_weights)(&case)?);
+    proptest!(proptest_config(600, 6), |(case in case(many_rows()))| (case.types.check_weights)(&case)?);
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn weights_of_many_keys_match_the_reference() {
         (1..=2usize, 1..=20usize, length(&KV_BLOCKS), dim(&[8])).prop_map(|(num_heads, q_len, kv_len, head_dim)| {
             AttentionShape { num_heads, ..one_head(q_len, kv_len, head_dim, 1) }
         });
-    proptest!(proptest_config(40, 4), |(case in case(shape))| (case.types.check_weights)(&case)?);
+    proptest!(proptest_config(120, 4), |(case in case(shape))| (case.types.check_weights)(&case)?);
 }
 
 /// One query and a few against keys of several chunks; more rows than one run of the pass has.
@@ -166,7 +166,7 @@ fn weights_do_not_look_at_values_or_hidden_keys() {
     for q_len in [40, 3] {
         let shape = AttentionShape { num_heads: 2, num_kv_heads: 1, ..one_head(q_len, 60, 8, 8) };
         let mut problem: Problem = Problem::normal(&shape, 2);
-        let shows = |[_, _, _, key]: [usize; 4]| key % 7 != 3;
+        let shows = |[_, _, _, key]: [usize; 4]| key % 7 != 4;
         problem.operands.mask = Some(BoolTensor::from_fn([1, 1, 1, 60], shows));
         let config = AttentionConfig::causal();
         for set in instruction_sets() {
@@ -175,7 +175,7 @@ fn weights_do_not_look_at_values_or_hidden_keys() {
             for key in 0..60 {
                 spoilt.v.fill_row([0, 0, key], f32::NAN);
             }
-            for (key, value) in [(3, f32::NAN), (10, f32::INFINITY), (17, f32::NEG_INFINITY)] {
+            for (key, value) in [(4, f32::NAN), (11, f32::INFINITY), (18, f32::NEG_INFINITY)] {
                 spoilt.k.fill_row([0, 0, key], value);
             }
             assert_eq!(all_weights(set, &spoilt, &config), weights, "{set}");
@@ -185,7 +185,7 @@ fn weights_do_not_look_at_values_or_hidden_keys() {
             let found = all_weights(set, &spoilt, &config);
             for (index, (found, weight)) in found.iter().zip(&weights).enumerate() {
                 let (row, key) = (index / 60 % q_len, index % 60);
-                let is_nan = row == q_len - 1 && key % 7 != 3;
+                let is_nan = row == q_len - 1 && key % 7 != 4;
                 assert!(if is_nan { found.is_nan() } else { found == weight }, "{set}: {found} at {row}, {key}");
             }
         }
