@@ -71,7 +71,9 @@ fn pronoun(example: &Value) -> Result<(), Box<dyn Error>> {
 fn saturation(example: &Value) -> Result<(), Box<dyn Error>> {
     let scores: Vec<f32> = serde_json::from_value(example["scores"].clone())?;
     let scaled: Vec<f32> = scores.iter().map(|score| score / 8.0).collect();
-    println!("\nWhy 1 / sqrt(head_dim)? A score is a sum of head_dim products. If the features of query and key vary by 1,");
+    println!(
+        "\nWhy 1 / sqrt(head_dim)? A score is a sum of head_dim products. If the features of query and key vary by 1,"
+    );
     println!("scores vary by sqrt(head_dim), which is 8 for 64 features, and the softmax sees one key alone:\n");
     line("scores", "as they are", &scores, 0);
     line("weights", "softmax", &softmax(&scores), 7);

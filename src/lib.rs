@@ -65,7 +65,7 @@
 //! merges what calls have returned, and needs none of the others. `weights` runs parts of a call and records the scores on their way. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
 //! as views, so no kernel knows of it.
 
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "multi-head"))] // of which some examples are
 #[doc = include_str!("../README.md")]
 struct Readme;
 
@@ -79,6 +79,8 @@ mod kernels;
 mod kv_cache;
 mod mask;
 mod merge;
+#[cfg(feature = "multi-head")]
+mod multi_head;
 mod online_softmax;
 mod operands;
 mod packing;
@@ -86,6 +88,7 @@ mod partial;
 mod plan;
 mod prefill;
 pub mod reference;
+mod rotary;
 mod row_block;
 mod schedule;
 mod score_modifier;
@@ -111,8 +114,15 @@ pub use instruction_set::executed_instruction_set;
 #[doc(hidden)]
 pub use kernels::panel;
 pub use kv_cache::{Capacity, KvCache, KvCacheShape};
+#[cfg(feature = "safetensors")]
+pub use multi_head::ProjectionNames;
+#[cfg(feature = "multi-head")]
+pub use multi_head::{
+    MultiHeadAttention, MultiHeadInputs, MultiHeadShape, MultiHeadWorkspace, Projection, WeightStorage,
+};
 pub use partial::{MergedAttention, PartialAttention};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
+pub use rotary::{Rotary, RotaryPairing, RotaryScaling};
 pub use score_modifier::{MAX_PARAMETERS, ScoreContext, ScoreModifier, ScoreVector, alibi_slopes};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};

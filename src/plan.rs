@@ -37,6 +37,11 @@ const DECODE_MOST_CHUNKS: usize = 64;
 const PREFILL_CHUNK: usize = 8 * KV_BLOCK;
 const PREFILL_MOST_CHUNKS: usize = 16;
 
+/// Keys at which there are the most chunks of rows in decode, and in prefill: with a few more, chunks grow and become fewer.
+#[cfg(feature = "multi-head")]
+pub(crate) const MOST_CHUNKS_KEYS: [usize; 2] =
+    [DECODE_MOST_CHUNKS * DECODE_CHUNK, PREFILL_MOST_CHUNKS * PREFILL_CHUNK];
+
 /// Rows of one KV head above which its keys are not split: there are row blocks enough to share.
 const MOST_SPLIT_ROWS: usize = 256;
 

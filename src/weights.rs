@@ -136,8 +136,9 @@ fn part_of<'a, T: Element, K: Element<Acc = T::Acc>>(
     [batch, head]: [usize; 2],
     queries: Range<usize>,
 ) -> Result<AttentionInputs<'a, T, K>, AttentionError> {
-    let q = inputs.q.head(batch, head).positions(queries.clone());
-    let k = inputs.k.head(batch, head / shape.group_size());
+    let kv_head = head / shape.group_size();
+    let q = inputs.q.part([batch..batch + 1, head..head + 1, queries.clone(), 0..shape.head_dim]);
+    let k = inputs.k.part([batch..batch + 1, kv_head..kv_head + 1, 0..shape.kv_len, 0..shape.head_dim]);
     let no_values = TensorView::from_bhsd(&[], [1, 1, shape.kv_len, 0])?;
     let mut part = AttentionInputs::new(q, k, no_values);
     part.mask = inputs.mask.map(|mask| operand_part(&mask, [batch, head], queries.clone()));
@@ -153,9 +154,9 @@ fn operand_part<'a, E>(
     [batch, head]: [usize; 2],
     queries: Range<usize>,
 ) -> TensorView<'a, E> {
-    let [batches, heads, rows, _] = operand.shape();
-    let operand = operand.head(batch.min(batches - 1), head.min(heads - 1));
-    if rows == 1 { operand } else { operand.positions(queries) }
+    let shape = operand.shape();
+    let along = |axis: usize, range: Range<usize>| if shape[axis] == 1 { 0..1 } else { range };
+    operand.part([along(0, batch..batch + 1), along(1, head..head + 1), along(2, queries), 0..shape[3]])
 }
 
 /// Does to scores what their call asks for, and keeps a copy.

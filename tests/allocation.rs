@@ -3,6 +3,9 @@
 #![allow(unsafe_code)] // GlobalAlloc is an unsafe trait
 
 mod common;
+#[cfg(feature = "multi-head")]
+#[path = "allocation/multi_head.rs"]
+mod multi_head;
 
 use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::cell::Cell;
