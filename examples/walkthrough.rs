@@ -82,7 +82,7 @@ fn saturation(example: &Value) -> Result<(), Box<dyn Error>> {
     // The slope of a weight in its own score: what training has to work with.
     let slope = |weights: Vec<f32>| weights[0] * (1.0 - weights[0]);
     println!("\nThe slope of the first weight, w (1 - w), which is what training goes by, is");
-    println!("{:.7} without the division and {:.2} with it.", slope(softmax(&scores)), slope(softmax(&scaled)));
+    println!("{:.6} without the division and {:.2} with it.", slope(softmax(&scores)), slope(softmax(&scaled)));
     Ok(())
 }
 
