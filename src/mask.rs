@@ -72,7 +72,7 @@ impl VisibleKeys {
     }
 
     /// For the queries from `first` on alone, numbered from 0. They stay where they are.
-    pub(crate) fn from_query(self, first: usize) -> Self {
+    pub(crate) fn later_queries(self, first: usize) -> Self {
         let mask = match self.mask {
             Mask::Causal(CausalAlignment::TopLeft) => {
                 Mask::Causal(CausalAlignment::Offset(0isize.saturating_add_unsigned(first)))
@@ -275,7 +275,7 @@ mod tests {
                 }
             }
             for first_query in 0..q_len {
-                let later = first.from_query(first_query);
+                let later = first.later_queries(first_query);
                 let later_parts = [Some(later), later.second_part()].into_iter().flatten();
                 for ((part, later), query) in
                     parts.iter().zip(later_parts).flat_map(|pair| (first_query..q_len).map(move |query| (pair, query)))

@@ -94,7 +94,7 @@ fn weights_of_rows<T: Element, K: Element<Acc = T::Acc>>(
     queries: Range<usize>,
     weights: &mut [T::Acc],
 ) -> Result<(), AttentionError> {
-    let mut visible = VisibleKeys::new(config, shape).from_query(queries.start);
+    let mut visible = VisibleKeys::new(config, shape).later_queries(queries.start);
     if let Some(kv_lens) = inputs.kv_lens {
         visible = visible.of_sequence(kv_lens[batch], config.kv_padding);
     }
