@@ -264,6 +264,22 @@ pub enum AttentionError {
         /// Bytes asked for.
         bytes: usize,
     },
+    /// The weights of a head were asked for that the inputs do not have.
+    #[error("head {head} does not exist, q has {num_heads}")]
+    HeadOutOfRange {
+        /// The head asked for, from 0.
+        head: usize,
+        /// Heads of `q`.
+        num_heads: usize,
+    },
+    /// The weights of a query were asked for that the inputs do not have.
+    #[error("query row {row} does not exist, q has {q_len}")]
+    QueryRowOutOfRange {
+        /// The query asked for, from 0.
+        row: usize,
+        /// Sequence length of `q`.
+        q_len: usize,
+    },
     /// A plan was run on tensors of another shape.
     #[error("the plan is for {planned:?}, the tensors have {found:?}")]
     PlanShapeMismatch {

@@ -34,6 +34,8 @@
 //! [`attention_varlen`] computes sequences of different lengths that lie behind one another, on all threads at once.
 //! [`PartialAttention`] merges results over disjoint sets of keys: for a prefix that sequences share, or keys spread over machines.
 //!
+//! [`attention_weights`] computes the weights of some heads and rows, to look at them.
+//!
 //! For generation, [`KvCache`] keeps the keys and values of past tokens where decoding reads them fastest.
 //!
 //! # The algorithm
@@ -60,10 +62,10 @@
 //! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
 //! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
 //! (micro-tiles). `varlen` stands beside `attention`: it plans every sequence and puts their tasks into one list. `partial`
-//! merges what calls have returned, and needs none of the others. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
+//! merges what calls have returned, and needs none of the others. `weights` runs parts of a call and records the scores on their way. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
 //! as views, so no kernel knows of it.
 
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "multi-head"))] // of which some examples are
 #[doc = include_str!("../README.md")]
 struct Readme;
 
@@ -96,6 +98,7 @@ mod shape;
 mod task;
 mod tensor;
 mod varlen;
+mod weights;
 mod workspace;
 
 pub use attention::{
@@ -125,4 +128,5 @@ pub use score_modifier::{MAX_PARAMETERS, ScoreContext, ScoreModifier, ScoreVecto
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
 pub use varlen::{CuSeqlens, VarlenPlan, attention_varlen, attention_varlen_into};
+pub use weights::attention_weights;
 pub use workspace::Workspace;

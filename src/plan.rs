@@ -361,6 +361,20 @@ impl<A: Accumulator> AttentionPlan<A> {
         Ok(())
     }
 
+    /// As [`run`](Self::run), with `pass` doing to the scores what the inputs ask for, and perhaps more.
+    pub(crate) fn run_with_pass<T: Element<Acc = A>, K: Element<Acc = A>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &mut AttentionOutputs<'_, T>,
+        workspace: &mut Workspace,
+        pass: &dyn ScorePass<A>,
+    ) -> Result<(), AttentionError> {
+        if self.check(inputs, outputs, workspace)? {
+            self.run_checked(inputs, outputs, workspace, Some(pass));
+        }
+        Ok(())
+    }
+
     /// Whether there is anything to do, if nothing is wrong.
     fn check<T: Element<Acc = A>, K: Element<Acc = A>>(
         &self,

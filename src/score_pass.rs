@@ -80,7 +80,8 @@ impl<'a, T: Element> CallPass<'a, T, Unmodified> {
 }
 
 impl<'a, T: Element, M: ScoreModifier> CallPass<'a, T, M> {
-    fn new<K>(plan: &AttentionPlan<T::Acc>, inputs: &AttentionInputs<'a, T, K>, custom: &'a M) -> Self {
+    /// The inputs are checked.
+    pub(crate) fn new<K>(plan: &AttentionPlan<T::Acc>, inputs: &AttentionInputs<'a, T, K>, custom: &'a M) -> Self {
         let (softcap, alibi) = (plan.softcap.map(Softcap), inputs.alibi_slopes.map(Alibi));
         let modifiers = Modifiers { softcap, alibi, custom };
         Self { set: plan.instruction_set, modifiers, operands: Operands::new(inputs) }

@@ -185,7 +185,6 @@ impl<'a, T> TensorView<'a, T> {
     }
 
     /// These indices along each axis; inside the shape.
-    #[cfg(feature = "multi-head")]
     pub(crate) fn part(&self, ranges: [Range<usize>; 4]) -> Self {
         let Layout { strides, .. } = self.layout;
         let shape = [0, 1, 2, 3].map(|axis| ranges[axis].len());

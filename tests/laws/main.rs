@@ -31,3 +31,4 @@ mod proptest_reference;
 mod real_model;
 mod semantics;
 mod varlen;
+mod weights;
