@@ -250,12 +250,9 @@ fn bench_steps(criterion: &mut Criterion) {
     fn bench<T: Element<Acc = f32>>(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, narrow: impl Fn(f32) -> T) {
         for (place, parallelism) in places() {
             let config = AttentionConfig::causal().with_parallelism(parallelism);
-            for (tokens, storage) in [
-                (1, WeightStorage::OutIn),
-                (1, WeightStorage::InOut),
-                (4, WeightStorage::OutIn),
-                (4, WeightStorage::InOut),
-            ] {
+            let storages = [WeightStorage::OutIn, WeightStorage::InOut];
+            for (tokens, storage) in [1, 4, 5].into_iter().flat_map(|tokens| storages.map(|storage| (tokens, storage)))
+            {
                 let Layer { layer, mut workspace, .. } = Layer::new(storage, false, false, &narrow);
                 let shape = layer.shape().kv_cache_shape(1, 1);
                 let mut cache = KvCache::<f32>::new(&shape, Capacity::Fixed(1024 + tokens)).expect("memory");

@@ -4,8 +4,8 @@
 //! to[token][output] = bias[output] + sum over input of x[token][input] * weight[input][output]
 //! ```
 //!
-//! Tasks are blocks of outputs, cut so that the weights of a block stay in L2, of which weights of 16 bits are widened into scratch of the worker; where threads
-//! are many, blocks of tokens too. Each is a product that `gemm` computes on the thread of the task.
+//! Tasks are blocks of outputs, cut so that the weights of a block stay in L2; where threads are many, blocks of tokens too. Each is a product that `gemm` computes on
+//! the thread of the task, from the weights as [`Source`] says: where they lie, or from scratch of the worker.
 
 // gemm takes raw pointers.
 #![allow(unsafe_code)]
@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use super::projection::{Threads, WeightStorage};
-use crate::packing::PackKeys;
+use crate::packing::{PackKeys, TransposeRows};
 use crate::workspace::ALIGN_BYTES;
 use crate::{AttentionError, Element, Parallelism, SERIAL_BELOW_FLOPS, Workspace, schedule};
 
@@ -62,9 +62,48 @@ const BLOCK_WEIGHTS: usize = 1 << 18;
 const FEWEST_OUTPUTS: usize = 96;
 const FEWEST_TOKENS: usize = 128;
 
+/// Up to so many tokens are multiplied one by one where weights are stored `[out, in]`, which reads them in order each time, from L2 after the first.
+const FEW_TOKENS: usize = 4;
+
+/// What a block of weights is multiplied from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// Where it lies.
+    Stored,
+    /// Widened into scratch, in the order in which it is stored.
+    Widened,
+    /// `[out, in]` weights of many tokens: transposed (and widened) into scratch, a copy that `gemm` would make too, four times slower.
+    Transposed,
+}
+
+impl Source {
+    fn new<T: Element<Acc = f32>>(storage: WeightStorage, tokens: usize) -> Self {
+        match (storage, T::as_acc(&[])) {
+            (WeightStorage::OutIn, _) if tokens > FEW_TOKENS => Self::Transposed,
+            (_, Some(_)) => Self::Stored,
+            (_, None) => Self::Widened,
+        }
+    }
+
+    /// Elements from an input to the next in the scratch of a transposed block, and a cache line more, lest all fall into the same cache sets.
+    fn transposed_stride(outputs: usize) -> usize {
+        outputs.next_multiple_of(BLOCK_STEP) + BLOCK_STEP
+    }
+
+    fn scratch_len(self, [inputs, outputs]: [usize; 2]) -> usize {
+        let numbers = match self {
+            Self::Stored => 0,
+            Self::Widened => inputs * outputs,
+            Self::Transposed => inputs * Self::transposed_stride(outputs),
+        };
+        (numbers * size_of::<f32>()).next_multiple_of(ALIGN_BYTES)
+    }
+}
+
 /// How a product is cut.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cut {
+    source: Source,
     /// Outputs of a task, and blocks of them.
     outputs: usize,
     output_blocks: usize,
@@ -72,13 +111,14 @@ pub(super) struct Cut {
     tokens: usize,
     token_blocks: usize,
     workers: usize,
-    /// Bytes of widened weights of a worker.
+    /// Bytes of scratch of a worker.
     scratch_len: usize,
 }
 
 impl Cut {
     pub(super) fn new<T: Element<Acc = f32>>(
         [inputs, outputs]: [usize; 2],
+        storage: WeightStorage,
         tokens: usize,
         parallelism: Parallelism,
     ) -> Self {
@@ -92,14 +132,14 @@ impl Cut {
         let token_blocks = threads.div_ceil(output_blocks).min(tokens / FEWEST_TOKENS).max(1);
         let token_block = tokens.div_ceil(token_blocks);
         let token_blocks = tokens.div_ceil(token_block.max(1)).max(1);
-        let is_f32 = T::as_acc(&[]).is_some();
-        let scratch_len = if is_f32 { 0 } else { (block * inputs * size_of::<f32>()).next_multiple_of(ALIGN_BYTES) };
+        let source = Source::new::<T>(storage, tokens);
+        let scratch_len = source.scratch_len([inputs, block]);
         let workers = threads.min(output_blocks * token_blocks);
-        Self { outputs: block, output_blocks, tokens: token_block, token_blocks, workers, scratch_len }
+        Self { source, outputs: block, output_blocks, tokens: token_block, token_blocks, workers, scratch_len }
     }
 
-    /// Bytes of widened weights of all workers.
-    pub(super) fn widened_len(&self) -> usize {
+    /// Bytes of scratch of all workers.
+    pub(super) fn all_scratch_len(&self) -> usize {
         self.workers * self.scratch_len
     }
 }
@@ -146,19 +186,19 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
         assert!(to.count == tokens && outputs <= to.stride && self.first_output + outputs <= self.shape[1]);
         assert!(reach(x.stride, inputs) <= x.data.len() && reach(to.stride, outputs) <= to.data.len());
         let to = Target { data: to.data.as_mut_ptr(), stride: to.stride };
-        let cut = Cut::new::<T>([inputs, outputs], tokens, threads.parallelism);
-        let all_weights = T::as_acc(self.weight);
-        widened.reserve_len(cut.widened_len())?;
-        let scratch = &mut widened.as_mut_slice()[..cut.widened_len()];
+        let cut = Cut::new::<T>([inputs, outputs], self.storage, tokens, threads.parallelism);
+        widened.reserve_len(cut.all_scratch_len())?;
+        let scratch = &mut widened.as_mut_slice()[..cut.all_scratch_len()];
         let work = |tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
             for task in tasks {
                 // Neighbours in the order of tasks share their weights.
                 let (output_block, token_block) = (task / cut.token_blocks, task % cut.token_blocks);
                 let outputs = output_block * cut.outputs..outputs.min((output_block + 1) * cut.outputs);
                 let tokens = token_block * cut.tokens..tokens.min((token_block + 1) * cut.tokens);
-                let weights = match all_weights {
-                    Some(weights) => self.part(weights, outputs.clone()),
-                    None => self.widen(outputs.clone(), as_f32(scratch), threads),
+                let weights = match (cut.source, T::as_acc(self.weight)) {
+                    (Source::Transposed, _) => self.transpose(outputs.clone(), as_f32(scratch), threads),
+                    (_, Some(weights)) => self.part(weights, outputs.clone()),
+                    (_, None) => self.widen(outputs.clone(), as_f32(scratch), threads),
                 };
                 // SAFETY: `to` holds all rows, asserted above, and no other task has these outputs of these.
                 unsafe { self.multiply(outputs, &weights, x.part(tokens.clone(), inputs), to.from(tokens.start)) };
@@ -216,6 +256,20 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
         Weights { data: &scratch[..count * inputs], input_stride, output_stride }
     }
 
+    /// These outputs of the part, transposed and widened into `scratch`.
+    fn transpose<'w>(&self, outputs: Range<usize>, scratch: &'w mut [f32], threads: Threads) -> Weights<'w> {
+        let [inputs, _] = self.shape;
+        let first = self.first_output + outputs.start;
+        let stride = Source::transposed_stride(outputs.len());
+        let scratch = &mut scratch[..inputs * stride];
+        if inputs > 0 {
+            let from = &self.weight[first * inputs..][..outputs.len() * inputs];
+            let rows = TransposeRows { from, row_len: inputs, to: scratch, to_stride: stride };
+            T::transpose_rows(threads.instruction_set, rows);
+        }
+        Weights { data: scratch, input_stride: stride, output_stride: 1 }
+    }
+
     /// Computes these outputs of all tokens.
     ///
     /// # Safety
@@ -224,6 +278,7 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
         let inputs = self.shape[0];
         let count = outputs.len();
         let Weights { data, input_stride, output_stride } = *weights;
+        let x_stride = x.stride;
         assert!(inputs == 0 || (inputs - 1) * input_stride + (count - 1) * output_stride < data.len());
         if let Some(bias) = self.bias {
             for token in 0..x.count {
@@ -233,31 +288,36 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
                 row.copy_from_slice(&bias[outputs.clone()]);
             }
         }
-        // gemm computes dst = alpha * dst + beta * lhs * rhs, the reverse of BLAS, and reads dst only if told to.
-        // SAFETY: dst as the caller allows; `x` holds its rows (asserted by `run`) and `data` the weights (asserted above). No stride
-        // exceeds isize, as all lie inside slices.
-        unsafe {
-            gemm::gemm(
-                x.count,
-                count,
-                inputs,
-                to.data.add(outputs.start),
-                1,
-                to.stride as isize,
-                self.bias.is_some(),
-                x.data.as_ptr(),
-                1,
-                x.stride as isize,
-                data.as_ptr(),
-                output_stride as isize,
-                input_stride as isize,
-                1.0,
-                1.0,
-                false,
-                false,
-                false,
-                gemm::Parallelism::None,
-            );
+        // Few tokens by weights stored [out, in] one by one: for several, gemm would first copy the weights.
+        let together = if input_stride == 1 && x.count <= FEW_TOKENS { 1 } else { x.count.max(1) };
+        for first in (0..x.count).step_by(together) {
+            let x = &x.data[first * x.stride..][..(together - 1) * x.stride + inputs];
+            // gemm computes dst = alpha * dst + beta * lhs * rhs, the reverse of BLAS, and reads dst only if told to.
+            // SAFETY: dst as the caller allows; `x` holds its rows (asserted by `run`) and `data` the weights (asserted above). No stride
+            // exceeds isize, as all lie inside slices.
+            unsafe {
+                gemm::gemm(
+                    together,
+                    count,
+                    inputs,
+                    to.data.add(first * to.stride + outputs.start),
+                    1,
+                    to.stride as isize,
+                    self.bias.is_some(),
+                    x.as_ptr(),
+                    1,
+                    x_stride as isize,
+                    data.as_ptr(),
+                    output_stride as isize,
+                    input_stride as isize,
+                    1.0,
+                    1.0,
+                    false,
+                    false,
+                    false,
+                    gemm::Parallelism::None,
+                );
+            }
         }
     }
 }

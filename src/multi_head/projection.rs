@@ -115,9 +115,9 @@ impl<'a, T: Element<Acc = f32>> Projection<'a, T> {
         product.run(outputs.len(), x, to, widened, threads)
     }
 
-    /// Bytes that [`apply`](Self::apply) widens weights into.
+    /// Bytes that [`apply`](Self::apply) copies weights into.
     pub(super) fn widened_len(&self, tokens: usize, parallelism: Parallelism) -> usize {
-        Cut::new::<T>(self.shape, tokens, parallelism).widened_len()
+        Cut::new::<T>(self.shape, self.storage, tokens, parallelism).all_scratch_len()
     }
 }
 
