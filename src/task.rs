@@ -151,9 +151,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             while let Some(keys) = self.next_keys(&mut left) {
                 let mut heads_of =
                     states.each_mut().map(|(rows, task, scratch)| self.decode_head(task, keys.clone(), rows, scratch));
-                let spans = [&self.inputs.k, &self.inputs.v].map(|tensor| {
-                    let layout = tensor.layout();
-                    (heads - 1) * layout.strides[1] + layout.shape[3]
+                let spans = [&self.inputs.k, &self.inputs.v].map(|tensor| match tensor.layout() {
+                    Layout { shape: [.., 0], .. } => 0, // its strides may be anything
+                    Layout { shape: [.., dim], strides: [_, head_stride, ..] } => (heads - 1) * head_stride + dim,
                 });
                 self.decode_heads(part, &mut heads_of[..heads], keys, self.peek(&left), spans);
             }

@@ -147,3 +147,20 @@ fn rows_that_have_no_part_in_the_first_block_find_their_q() {
         }
     }
 }
+
+/// Heads that decode takes together multiplied the stride of V's heads, which may be anything where V has no features.
+#[test]
+fn strides_of_values_without_features_are_never_used() {
+    let (q, k) = (vec![0.5f32; 3 * 4], vec![0.25f32; 3 * 40 * 4]);
+    let k = TensorView::from_bshd(&k, [1, 40, 3, 4]).unwrap();
+    let v: TensorView<f32> = TensorView::with_strides(&[], [1, 3, 40, 0], [usize::MAX; 4]).unwrap();
+    for set in instruction_sets() {
+        let mut logsumexp = [0.0f32; 3];
+        let out = TensorViewMut::from_bhsd(&mut [], [1, 3, 1, 0]).unwrap();
+        let mut outputs = AttentionOutputs::new(out).with_logsumexp(&mut logsumexp);
+        let inputs = AttentionInputs::new(TensorView::from_bhsd(&q, [1, 3, 1, 4]).unwrap(), k, v);
+        attention_into(&inputs, &mut outputs, &AttentionConfig::full().with_instruction_set(set)).unwrap();
+        // 40 scores of 4 * 0.125 / 2.
+        assert!(logsumexp.iter().all(|found| (found - (40f32.ln() + 0.25)).abs() < 1e-5), "{set}: {logsumexp:?}");
+    }
+}
