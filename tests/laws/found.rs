@@ -164,3 +164,23 @@ fn strides_of_values_without_features_are_never_used() {
         assert!(logsumexp.iter().all(|found| (found - (40f32.ln() + 0.25)).abs() < 1e-5), "{set}: {logsumexp:?}");
     }
 }
+
+/// A lone key whose score is -inf made the row NaN where a sink has all the weight.
+#[test]
+fn a_sink_takes_all_the_weight_from_scores_of_minus_infinity() {
+    for set in instruction_sets() {
+        for kv_len in [1, 2, 30] {
+            let (k, v) = (vec![-1.0f32; kv_len], vec![3.0f32; kv_len]);
+            let q = TensorView::from_bhsd(&[f32::INFINITY], [1, 1, 1, 1]).unwrap();
+            let [k, v] = [&k, &v].map(|data| TensorView::from_bhsd(data, [1, 1, kv_len, 1]).unwrap());
+            let (mut out, mut logsumexp) = ([f32::NAN; 1], [f32::NAN; 1]);
+            let view = TensorViewMut::from_bhsd(&mut out, [1, 1, 1, 1]).unwrap();
+            let mut outputs = AttentionOutputs::new(view).with_logsumexp(&mut logsumexp);
+            let inputs = AttentionInputs::new(q, k, v).with_sinks(&[0.5]);
+            attention_into(&inputs, &mut outputs, &AttentionConfig::full().with_instruction_set(set)).unwrap();
+            assert_eq!((out, logsumexp), ([0.0], [0.5]), "{set}, {kv_len} keys");
+            let out = attention(&AttentionInputs::new(q, k, v), &AttentionConfig::full().with_instruction_set(set));
+            assert!(out.unwrap()[0].is_nan(), "{set}, {kv_len} keys without a sink");
+        }
+    }
+}
