@@ -120,7 +120,8 @@ pub(crate) struct Blocks {
     pub(crate) chunk_keys: usize,
     /// Chunks of keys, each a task of its own.
     pub(crate) chunks: usize,
-    /// KV heads of a sequence whose tasks a worker takes together where memory is token-major; 1 in prefill. Decides no bits.
+    /// KV heads of a sequence whose tasks a worker takes together where memory is token-major; 1 in prefill, and where a head has
+    /// several blocks of rows. Decides no bits.
     pub(crate) heads_together: usize,
 }
 
@@ -156,8 +157,11 @@ impl Blocks {
         let task_panels = panels.div_ceil(row_blocks.max(1));
         let tasks = row_blocks.checked_mul(heads)?.checked_mul(chunks)?;
         let heads_together = match path {
-            Path::Prefill => 1,
-            Path::Decode => (tasks / threads).clamp(1, MAX_HEADS_TOGETHER).min(shape.num_kv_heads.max(1)),
+            // Rows so long that a head has several blocks of them are long enough to be read in order.
+            Path::Decode if row_blocks == 1 => {
+                (tasks / threads).clamp(1, MAX_HEADS_TOGETHER).min(shape.num_kv_heads.max(1))
+            }
+            _ => 1,
         };
         let task_rows = task_panels * panel_rows;
         Some(Self { path, rows, panel_rows, task_rows, row_blocks, kv_block, chunk_keys, chunks, heads_together })
