@@ -8,12 +8,8 @@ export DEBIAN_FRONTEND=noninteractive
 # apt_get ARGUMENTS... : as apt-get, with its archives in the cache and the arm64 package lists known beside the machine's own
 # (to apt alone: dpkg's architectures stay as they are). One at a time.
 apt_get() {
-  local lock
-  exec {lock}>"$cache/apt.lock"
-  flock "$lock"
-  apt-get -qq -o Dir::Cache::Archives="$cache/packages" -o APT::Keep-Downloaded-Packages=true \
+  flock -o "$cache/apt.lock" apt-get -qq -o Dir::Cache::Archives="$cache/packages" -o APT::Keep-Downloaded-Packages=true \
     -o APT::Sandbox::User=root -o APT::Architectures=amd64,arm64 "$@"
-  exec {lock}>&-
 }
 
 # Once per run of CI: what the lists say must not change between the two halves of a toolchain.

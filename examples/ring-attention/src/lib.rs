@@ -15,8 +15,8 @@
 //! ```
 //!
 //! # Bits
-//! Blocks are merged in the order of the ring, which does not depend on when they come: the same call on as many ranks gives the same
-//! bits, however long anything took. On another number of ranks it differs by roundings.
+//! Blocks are merged in the order of the ring, which does not depend on when they come: the same call on as many ranks with as many
+//! threads each gives the same bits, however long anything took. On other numbers of them it differs by roundings.
 //!
 //! # Errors
 //! What ranks were called with is compared before anything travels, so a wrong shape on one rank is an error on all. A rank that dies ends
