@@ -56,13 +56,14 @@ pub use workspace::MultiHeadWorkspace;
 ///
 /// # Weights
 /// Of `f32`, [`f16`](struct@crate::f16) or [`bf16`](crate::bf16); activations, sums and biases are `f32`. The layer borrows its weights or owns them,
-/// whichever it is given. Weights of 16 bits stay as they are: each call widens them, exactly, a block of about 1 MiB of `f32` a thread at a time.
+/// whichever it is given, and keeps no other copy. In each call, blocks of about 1 MiB of `f32` a thread are made of weights of 16 bits (widened, exactly), and of
+/// weights stored `[out, in]` that meet more than a few tokens (transposed, as `gemm` would do for each product, but slower).
 ///
 /// # Where the work runs
-/// The projections run through the crate `gemm`, on the threads that [`AttentionConfig::parallelism`] says, and write the layout that the
+/// The projections run through the crate `gemm`, in blocks that the threads share which [`AttentionConfig::parallelism`] names, and write the layout that the
 /// attention kernels read: Q, K and V are neither transposed nor copied. `gemm` detects the CPU's instructions by itself:
-/// [`AttentionConfig::instruction_set`] rules the attention alone. It allocates scratch memory in each of its calls; nothing else does, where
-/// the caller keeps a [`MultiHeadWorkspace`].
+/// [`AttentionConfig::instruction_set`] rules the rest. It allocates scratch memory in its calls, but not for a single token; nothing else does, where the caller keeps
+/// a [`MultiHeadWorkspace`]. How blocks are cut depends on tokens and threads, so the same bits are promised for the same call on as many threads alone.
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttention<'a, T: Element<Acc = f32> = f32> {
     shape: MultiHeadShape,

@@ -72,7 +72,7 @@ enum Source {
     Stored,
     /// Widened into scratch, in the order in which it is stored.
     Widened,
-    /// `[out, in]` weights of many tokens: transposed (and widened) into scratch, a copy that `gemm` would make too, four times slower.
+    /// `[out, in]` weights of many tokens: transposed (and widened) into scratch, a copy that `gemm` would make too, but slower.
     Transposed,
 }
 
