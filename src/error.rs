@@ -449,7 +449,7 @@ pub enum AttentionError {
     /// A number of a rotary embedding is not above its lower limit and finite.
     #[error("{name} of a rotary embedding is {value}, it must be finite and above {above}")]
     InvalidRotaryNumber {
-        /// `"base"`, `"factor"`, `"low_freq_factor"`, `"high_freq_factor"` or `"original_len"`.
+        /// `"base"`, `"factor"`, `"low_freq_factor"`, `"high_freq_factor"`, `"original_len"`, or what they give.
         name: &'static str,
         /// The number given.
         value: f64,

@@ -14,9 +14,11 @@ use call::Call;
 use heads::Heads;
 use inputs::check_features_len;
 
+use crate::kernels::MAX_DECODE_ROWS;
 use crate::plan::MOST_CHUNKS_KEYS;
 use crate::{
-    AttentionConfig, AttentionError, AttentionInputs, AttentionPlan, AttentionShape, Element, KvCache, Rotary,
+    AttentionConfig, AttentionError, AttentionInputs, AttentionPlan, AttentionShape, Element, KvCache, Parallelism,
+    Rotary,
 };
 
 pub use inputs::MultiHeadInputs;
@@ -173,7 +175,7 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
     /// of the cache and attends over all that it holds then. A prompt is the first step. Gives `[batch, new tokens, d_model]`.
     ///
     /// With a causal config, steps give what one [`forward`](Self::forward) over the whole sequence gives (up to roundings; those of the cache's type
-    /// too). Rotary positions go on where the cache ends.
+    /// too): whatever the [`CausalAlignment`](crate::CausalAlignment), tokens count from where the sequence begins in the cache, and rotary positions do too.
     ///
     /// ```
     /// use fused_attention::*;
@@ -227,12 +229,14 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         let held = cache.lens(layer)?;
         call.check_cache(cache)?;
         call.project(Some(held), workspace)?;
+        call.reserve_project_out(workspace)?; // nothing may go wrong once the tokens are appended
         call.attend_to_cache(cache, layer, workspace)?;
         call.project_out(out, workspace)
     }
 
     /// The heads alone: projects and turns, and gives Q, K and V as [`attention`](crate::attention()) takes them, with the operands of `inputs`. They
-    /// lie in the workspace. Of `config`, only [`parallelism`](AttentionConfig::parallelism) counts.
+    /// lie in the workspace. Of `config`, [`parallelism`](AttentionConfig::parallelism) and [`instruction_set`](AttentionConfig::instruction_set) count, and
+    /// with lengths and a rotary embedding [`kv_padding`](AttentionConfig::kv_padding), which says where positions begin.
     ///
     /// Lengths become [`kv_lens`](AttentionInputs::kv_lens). Note that a causal mask then ends with each sequence's own last key, where
     /// [`forward`](Self::forward) computes each sequence by itself.
@@ -251,7 +255,7 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
     }
 
     /// Grows a workspace to what [`forward_into`](Self::forward_into) needs for `[batch, q_len, kv_len]`, where `kv_len` is the length of the source, or
-    /// `q_len` in self-attention.
+    /// `q_len` in self-attention, with lengths or without.
     ///
     /// # Errors
     /// [`AttentionError::SizeOverflow`], [`AttentionError::AllocationFailed`], and what [`AttentionPlan::new`](crate::AttentionPlan::new) says.
@@ -313,8 +317,15 @@ impl<'a, T: Element<Acc = f32>> MultiHeadAttention<'a, T> {
         config: &AttentionConfig,
     ) -> Result<(), AttentionError> {
         let MultiHeadShape { num_heads, num_kv_heads, head_dim, value_dim, .. } = self.shape;
-        let shape = AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
-        workspace.attention.reserve(&AttentionPlan::new(&shape, config)?)
+        // A shorter sequence may be decoded, or be too short for threads, and one worker then takes more heads together.
+        let decode_len = (MAX_DECODE_ROWS / (num_heads / num_kv_heads)).max(1);
+        for q_len in [q_len, q_len.min(decode_len)] {
+            let shape = AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
+            for config in [*config, config.with_parallelism(Parallelism::Serial)] {
+                workspace.attention.reserve(&AttentionPlan::new(&shape, &config)?)?;
+            }
+        }
+        Ok(())
     }
 
     /// Zeros for the output of a call.

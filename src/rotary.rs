@@ -88,7 +88,7 @@ impl Rotary {
     /// Sets the base: 10000 in RoFormer and Llama 2, 500000 in Llama 3.
     ///
     /// # Errors
-    /// [`AttentionError::InvalidRotaryNumber`] where it is not above 0 and finite.
+    /// [`AttentionError::InvalidRotaryNumber`] where it is not above 0 and finite, or so near 0 that angles overflow.
     pub fn with_base(mut self, base: f64) -> Result<Self, AttentionError> {
         self.base = base;
         self.scaled()
@@ -97,8 +97,8 @@ impl Rotary {
     /// Sets the scaling.
     ///
     /// # Errors
-    /// [`AttentionError::InvalidRotaryNumber`] where one of its numbers is not above 0 and finite, or `high_freq_factor` is not above
-    /// `low_freq_factor`.
+    /// [`AttentionError::InvalidRotaryNumber`] where one of its numbers is not above 0 and finite, or so near 0 that angles overflow, or
+    /// `high_freq_factor` is not above `low_freq_factor`.
     pub fn with_scaling(mut self, scaling: RotaryScaling) -> Result<Self, AttentionError> {
         self.scaling = scaling;
         self.scaled()
@@ -278,6 +278,17 @@ impl Rotary {
                 frequencies.map(scaled).collect()
             }
         };
+        // A base or a factor near 0 gives angles that no number holds.
+        for frequency in &self.frequencies {
+            let value = frequency * 2f64.powi(64);
+            if !value.is_finite() {
+                return Err(AttentionError::InvalidRotaryNumber {
+                    name: "the angle of position 2^64",
+                    value,
+                    above: 0.0,
+                });
+            }
+        }
         Ok(self)
     }
 }

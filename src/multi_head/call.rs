@@ -7,8 +7,8 @@ use super::projection::Threads;
 use super::{MultiHeadAttention, MultiHeadInputs, MultiHeadWorkspace, Qkv};
 use crate::rotary::Rotary;
 use crate::{
-    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Element,
-    InstructionSet, KvCache, KvPadding, TensorView, TensorViewMut, Workspace, schedule,
+    AttentionConfig, AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, CausalAlignment,
+    Element, InstructionSet, KvCache, KvPadding, Mask, TensorView, TensorViewMut, Workspace, schedule,
 };
 
 /// A checked call.
@@ -185,9 +185,10 @@ impl<'c, 'i, T: Element<Acc = f32>> Call<'c, 'i, T> {
         let Heads { q, context, .. } = self.heads;
         let (projected, written) = workspace.heads.split_at_mut(context.start);
         let context = TokenRows { start: 0, ..context };
-        let config = self.config.with_kv_padding(KvPadding::Right); // the cache's
         let lens = cache.lens(layer)?;
-        if self.inputs.lens.is_none() {
+        let is_even = lens.windows(2).all(|pair| pair[0] == pair[1]);
+        if self.inputs.lens.is_none() && (is_even || !self.has_offset()) {
+            let config = self.config_of_step(lens.first().map_or(0, |len| len - q.seq));
             let inputs = AttentionInputs::new(q.view(projected)?, cache.k(layer)?, cache.v(layer)?).with_kv_lens(lens);
             let inputs = self.with_operands(inputs);
             return attend(&inputs, context.view_mut(written)?, &config, &mut workspace.attention);
@@ -195,6 +196,7 @@ impl<'c, 'i, T: Element<Acc = f32>> Call<'c, 'i, T> {
         let longest = lens.iter().copied().max().unwrap_or(0);
         for (sequence, &len) in lens.iter().enumerate() {
             let tokens = self.tokens(sequence, q.seq);
+            let config = self.config_of_step(len - tokens.len());
             let q = q.of_sequence(sequence, tokens.clone()).view(projected)?;
             let inputs = AttentionInputs::new(q, cache.k_of(layer, sequence)?, cache.v_of(layer, sequence)?);
             let inputs = self.with_operands_of(inputs, sequence, [tokens.clone(), 0..len], longest)?;
@@ -202,6 +204,30 @@ impl<'c, 'i, T: Element<Acc = f32>> Call<'c, 'i, T> {
             attend(&inputs, out, &config, &mut workspace.attention)?;
         }
         Ok(())
+    }
+
+    /// Whether the causal diagonal lies so far from each token's own position.
+    fn has_offset(&self) -> bool {
+        matches!(self.config.mask, Mask::Causal(CausalAlignment::Offset(_)))
+    }
+
+    /// What one call over the whole sequence says of tokens behind `held` others, whose keys and queries begin together.
+    fn config_of_step(&self, held: usize) -> AttentionConfig {
+        let alignment = match self.config.mask {
+            Mask::Causal(CausalAlignment::TopLeft) => Some(CausalAlignment::BottomRight),
+            Mask::Causal(CausalAlignment::Offset(offset)) => {
+                Some(CausalAlignment::Offset(offset.saturating_add_unsigned(held)))
+            }
+            _ => None,
+        };
+        let config = self.config.with_kv_padding(KvPadding::Right); // the cache's
+        alignment.map_or(config, |alignment| config.with_causal_alignment(alignment))
+    }
+
+    /// What [`project_out`](Self::project_out) can fail for.
+    pub(super) fn reserve_project_out(&self, workspace: &mut MultiHeadWorkspace) -> Result<(), AttentionError> {
+        let tokens = self.inputs.x_shape[0] * self.inputs.x_shape[1];
+        workspace.widened.reserve_len(self.layer.out.widened_len(tokens, self.threads.parallelism))
     }
 
     /// Projects the heads' outputs. Rows of padding are zeros.

@@ -60,7 +60,8 @@ impl TokenRows {
     }
 
     fn strides(&self) -> [usize; 4] {
-        [self.seq * self.stride, self.dim, self.stride, 1]
+        // Fits but where the batch is empty, and nobody goes from a sequence to the next.
+        [self.seq.wrapping_mul(self.stride), self.dim, self.stride, 1]
     }
 }
 

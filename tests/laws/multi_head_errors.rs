@@ -197,3 +197,34 @@ fn a_workspace_that_cannot_be_had_is_an_error() {
     let error = layer.reserve(&mut workspace, [1, 1 << 50, 1 << 50], &config).unwrap_err();
     assert!(matches!(error, AttentionError::AllocationFailed { .. } | AttentionError::SizeOverflow { .. }), "{error}");
 }
+
+/// Without tokens there is nothing to do, whatever the other size, unless a plan of it would overflow.
+#[test]
+fn calls_without_tokens_are_done_or_refused() {
+    let layer = layer(self_attention());
+    for config in [AttentionConfig::causal(), AttentionConfig::full()] {
+        for (shape, is_done) in [
+            ([0, 0, 12], true),
+            ([usize::MAX, 0, 12], false),
+            ([0, 1 << 40, 12], true),
+            ([0, usize::MAX / 12, 12], true),
+            ([0, usize::MAX, 12], false),
+        ] {
+            let inputs = MultiHeadInputs::new(&[], shape);
+            let mut workspace = MultiHeadWorkspace::new();
+            layer.project(&inputs, &config, &mut workspace).unwrap();
+            let results = [
+                layer.forward(&inputs, &config).map(|out| assert!(out.is_empty())),
+                layer.reserve(&mut workspace, [shape[0], shape[1], shape[1]], &config),
+            ];
+            for result in results {
+                match result {
+                    Ok(()) => assert!(is_done, "{shape:?}"),
+                    Err(error) => {
+                        assert!(!is_done && matches!(error, AttentionError::PlanOverflow { .. }), "{shape:?}: {error}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -171,6 +171,17 @@ fn rotary_numbers_that_make_no_sense_are_refused() {
         }
     }
     assert!(new(4).unwrap().with_base(f64::NAN).is_err());
+    // So near 0 that angles overflow, which would turn features to NaN.
+    for base in [f64::MIN_POSITIVE, 5e-324, 1e-305] {
+        let error = new(64).unwrap().with_base(base).unwrap_err();
+        assert!(matches!(error, AttentionError::InvalidRotaryNumber { value: f64::INFINITY, .. }), "{base}: {error}");
+        let error = new(64).unwrap().with_scaling(RotaryScaling::Linear { factor: f64::MIN_POSITIVE }).unwrap_err();
+        assert!(matches!(error, AttentionError::InvalidRotaryNumber { value: f64::INFINITY, .. }), "{error}");
+    }
+    // What is large but finite turns all positions to numbers.
+    let mut tensor = Tensor::<f32>::from_fn([1, 1, 2, 64], Layout::Bhsd, crate::common::pattern);
+    new(64).unwrap().with_base(1e-100).unwrap().apply(&mut tensor.view_mut(), usize::MAX).unwrap();
+    assert!(tensor.values().iter().all(|x| x.is_finite()));
     let llama3 = |[factor, low_freq_factor, high_freq_factor]: [f64; 3], original_len| {
         let scaling = RotaryScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_len };
         new(4).unwrap().with_scaling(scaling).unwrap_err().to_string()

@@ -3,8 +3,9 @@
 use crate::common::layer::{Form, TextbookLayer, TextbookRotary, as_f32, normal_tokens};
 use crate::common::{BoolTensor, Number, by_profile, instruction_sets};
 use fused_attention::{
-    AttentionConfig, AttentionError, Capacity, KvCache, KvPadding, MultiHeadAttention, MultiHeadInputs, MultiHeadShape,
-    MultiHeadWorkspace, Parallelism, RotaryPairing, TensorView, alibi_slopes, bf16, f16,
+    AttentionConfig, AttentionError, Capacity, CausalAlignment, KvCache, KvPadding, MultiHeadAttention,
+    MultiHeadInputs, MultiHeadShape, MultiHeadWorkspace, Parallelism, RotaryPairing, TensorView, alibi_slopes, bf16,
+    f16,
 };
 
 const SHAPE: MultiHeadShape =
@@ -132,6 +133,104 @@ fn after_truncation_steps_go_on_from_there() {
     let out = step(&mut cache, &x[5 * D_MODEL..]);
     let full = layer.forward(&MultiHeadInputs::new(&x, [1, 8, D_MODEL]), &config).unwrap();
     assert!(largest_difference(&out, &full[5 * D_MODEL..]) <= 1e-5);
+}
+
+/// Wherever the causal diagonal lies in one call over all tokens, it lies there in steps, whose own first token is not the sequence's.
+#[test]
+fn steps_count_from_where_the_sequence_begins() {
+    let layer: MultiHeadAttention = textbook().layer(Form::ALL[3]).unwrap();
+    let len = 14;
+    let x = as_f32(&normal_tokens(2 * len * D_MODEL, 7));
+    let alignments =
+        [CausalAlignment::TopLeft, CausalAlignment::Offset(0), CausalAlignment::Offset(3), CausalAlignment::Offset(-4)];
+    for (alignment, window) in
+        alignments.into_iter().flat_map(|alignment| [None, Some(3)].map(|left| (alignment, left)))
+    {
+        let config = AttentionConfig::causal().with_causal_alignment(alignment).with_window(window, None);
+        // Together, one sequence in front of the other, and with lengths that say the same.
+        for (prompts, with_lens) in [([6, 6], false), ([6, 2], false), ([6, 2], true)] {
+            let mut cache = KvCache::<f32>::new(&SHAPE.kv_cache_shape(1, 2), Capacity::Fixed(len)).unwrap();
+            let mut held = prompts;
+            let longest = rows(&x, len, 2, 0..6);
+            let prompt = MultiHeadInputs::new(&longest, [2, 6, D_MODEL]);
+            layer.step(&prompt.with_lens(&prompts), &mut cache, 0, &config).unwrap();
+            for new in [1, 3, 1] {
+                let tokens: Vec<f32> =
+                    (0..2).flat_map(|b| x[(b * len + held[b]) * D_MODEL..][..new * D_MODEL].to_vec()).collect();
+                let lens = [new; 2];
+                let mut inputs = MultiHeadInputs::new(&tokens, [2, new, D_MODEL]);
+                if with_lens {
+                    inputs = inputs.with_lens(&lens);
+                }
+                let out = layer.step(&inputs, &mut cache, 0, &config).unwrap();
+                for b in 0..2 {
+                    let all = &x[b * len * D_MODEL..][..len * D_MODEL];
+                    // Keys behind a token that a positive offset shows must be there already.
+                    let end = held[b] + new;
+                    let full = layer.forward(&MultiHeadInputs::new(&all[..end * D_MODEL], [1, end, D_MODEL]), &config);
+                    let full = &full.unwrap()[held[b] * D_MODEL..];
+                    let found = &out[b * new * D_MODEL..][..new * D_MODEL];
+                    let difference = largest_difference(found, full);
+                    assert!(difference <= 1e-5, "{config:?}, sequence {b} from {}: {difference:e}", held[b]);
+                }
+                held = held.map(|held| held + new);
+            }
+        }
+    }
+}
+
+/// What was reserved for the longest is enough for all that are shorter, on any number of threads.
+#[test]
+fn reserved_workspaces_need_not_grow() {
+    let shapes = [SHAPE, MultiHeadShape { num_heads: 8, num_kv_heads: 8, head_dim: 64, value_dim: 64, ..SHAPE }];
+    for (shape, threads) in shapes.into_iter().flat_map(|shape| [1, 2, 3, 4].map(|threads| (shape, threads))) {
+        let layer: MultiHeadAttention = TextbookLayer::normal::<f32>(shape, [false; 4], 1).layer(Form::ALL[0]).unwrap();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let config = AttentionConfig::causal();
+        let capacity = by_profile(4000, 2000);
+        for new in [1, 3, 20] {
+            pool.install(|| {
+                let mut workspace = MultiHeadWorkspace::new();
+                layer.reserve_steps(&mut workspace, [2, new, capacity], &config).unwrap();
+                let reserved = workspace.len();
+                let x = as_f32(&normal_tokens(2 * new * D_MODEL, 8));
+                let mut out = vec![0.0; x.len()];
+                let mut cache = KvCache::<f32>::new(&shape.kv_cache_shape(1, 2), Capacity::Fixed(capacity)).unwrap();
+                let mut held = 0;
+                while held + 2 * new <= capacity {
+                    for lens in [None, Some([new, 1])] {
+                        let mut inputs = MultiHeadInputs::new(&x, [2, new, D_MODEL]);
+                        if let Some(lens) = &lens {
+                            inputs = inputs.with_lens(lens);
+                        }
+                        layer.step_into(&inputs, &mut out, &mut cache, 0, &config, &mut workspace).unwrap();
+                    }
+                    assert_eq!(workspace.len(), reserved, "{threads} threads, {new} tokens behind {held}, {shape:?}");
+                    // On to a longer cache, by keys of which nothing matters but their number.
+                    cache.truncate(held).unwrap();
+                    let more = (held / 3).clamp(1, 200).min(capacity - held);
+                    let [k, v] =
+                        [shape.head_dim, shape.value_dim].map(|dim| vec![0.5f32; 2 * shape.num_kv_heads * more * dim]);
+                    let k = TensorView::from_bhsd(&k, [2, shape.num_kv_heads, more, shape.head_dim]).unwrap();
+                    let v = TensorView::from_bhsd(&v, [2, shape.num_kv_heads, more, shape.value_dim]).unwrap();
+                    cache.append(0, &k, &v).unwrap();
+                    held += more;
+                }
+                // The same of calls without a cache.
+                let q_len = 60;
+                let mut workspace = MultiHeadWorkspace::new();
+                layer.reserve(&mut workspace, [2, q_len, q_len], &config).unwrap();
+                let reserved = workspace.len();
+                let x = as_f32(&normal_tokens(2 * q_len * D_MODEL, 9));
+                let mut out = vec![0.0; x.len()];
+                for len in 0..=q_len {
+                    let inputs = MultiHeadInputs::new(&x, [2, q_len, D_MODEL]);
+                    layer.forward_into(&inputs.with_lens(&[len, 1]), &mut out, &config, &mut workspace).unwrap();
+                    assert_eq!(workspace.len(), reserved, "{threads} threads, {len} of {q_len}, {shape:?}");
+                }
+            });
+        }
+    }
 }
 
 /// Masks and biases of a step are over all keys that the cache holds then.
