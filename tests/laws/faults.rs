@@ -1,8 +1,8 @@
 //! Faults that users of other attention kernels reported (FIELD.md), named after what they saw.
 
 use crate::common::{
-    Expected, Layout, Number, Problem, Tensor, by_types, for_each_pair, instruction_sets, masks, normal_problem,
-    one_head, run_on, top_left,
+    Expected, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets, masks,
+    normal_problem, one_head, run_on, top_left,
 };
 use fused_attention::{AttentionConfig, AttentionError, AttentionPlan, AttentionShape, Parallelism, attention};
 
@@ -163,9 +163,9 @@ fn odd_sizes_lost_their_tail_for<T: Number, K: Number<Real = T::Real>>() {
     let is_f32 = T::NAME == "f32" && K::NAME == "f32";
     for (kv_len, head_dim) in (1..=longest).flat_map(|kv_len| (1..=67).map(move |head_dim| (kv_len, head_dim))) {
         let at_the_end = kv_len == longest || head_dim == 67;
-        // All for f32; else one of eight of them; of the last ones all, or one of eight for the other types.
-        let one_of_eight = (kv_len + head_dim) % 8 == 0;
-        if by_types::<T, K, _>(true, one_of_eight || (at_the_end && is_f32)) {
+        // All for f32; else a part of them; of the last ones all, or a part for the other types.
+        let is_in_part = (kv_len + head_dim) % by_profile(8, if is_f32 { 8 } else { 16 }) == 0;
+        if by_types::<T, K, _>(true, is_in_part || (at_the_end && is_f32)) {
             check(kv_len, head_dim);
         }
     }
@@ -207,7 +207,7 @@ fn uncommon_head_dims_were_refused_at_run_time_for<T: Number, K: Number<Real = T
 #[cfg(feature = "rayon")]
 #[test]
 fn a_single_head_used_one_thread_only() {
-    let len = crate::common::by_profile(4096, 512);
+    let len = by_profile(4096, 512);
     let shape = one_head(len, len, 64, 64);
     let pools = [1, 4].map(|threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap());
     let problem = normal_problem(&shape, 8);

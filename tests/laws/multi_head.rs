@@ -177,11 +177,11 @@ fn the_layer_is_the_textbooks() {
 /// Wide enough that weights of 16 bits are widened in several blocks, and that threads share them.
 #[test]
 fn wide_layers_are_the_textbooks() {
-    fn check<T: Number<Real = f32>>() {
+    fn check<T: Number<Real = f32>>(forms_of_lengths: &[(Form, usize)]) {
         let shape =
             MultiHeadShape { num_kv_heads: 2, head_dim: 60, ..MultiHeadShape::new(by_profile(1024, 768), 8).unwrap() };
         let textbook = TextbookLayer::normal::<T>(shape, [true, false, true, false], 5);
-        for (form, q_len) in [(Form::ALL[0], 1), (Form::ALL[3], 1), (Form::ALL[1], 5), (Form::ALL[2], 20)] {
+        for &(form, q_len) in forms_of_lengths {
             let x = normal_tokens(q_len * shape.d_model, 6);
             let layer: MultiHeadAttention<'_, T> = textbook.layer(form).unwrap();
             for parallelism in [Parallelism::Serial, Parallelism::default()] {
@@ -192,10 +192,12 @@ fn wide_layers_are_the_textbooks() {
             }
         }
     }
-    check::<f32>();
-    check::<bf16>();
+    let [out_in, in_out, fused_out_in, fused_in_out] = Form::ALL;
+    let all = [(out_in, 1), (fused_in_out, 1), (in_out, 5), (fused_out_in, 20)];
+    check::<f32>(by_profile(&all, &[(out_in, 1), (fused_out_in, 7)]));
+    check::<bf16>(by_profile(&all, &[(fused_in_out, 1), (in_out, 5)]));
     if !quick() {
-        check::<f16>();
+        check::<f16>(&all);
     }
 }
 

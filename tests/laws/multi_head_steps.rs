@@ -183,12 +183,15 @@ fn steps_count_from_where_the_sequence_begins() {
 #[test]
 fn reserved_workspaces_need_not_grow() {
     let shapes = [SHAPE, MultiHeadShape { num_heads: 8, num_kv_heads: 8, head_dim: 64, value_dim: 64, ..SHAPE }];
-    for (shape, threads) in shapes.into_iter().flat_map(|shape| [1, 2, 3, 4].map(|threads| (shape, threads))) {
+    for (shape, threads) in shapes
+        .into_iter()
+        .flat_map(|shape| by_profile(vec![1, 2, 3, 4], vec![1, 3]).into_iter().map(move |threads| (shape, threads)))
+    {
         let layer: MultiHeadAttention = TextbookLayer::normal::<f32>(shape, [false; 4], 1).layer(Form::ALL[0]).unwrap();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let config = AttentionConfig::causal();
         let capacity = by_profile(4000, 2000);
-        for new in [1, 3, 20] {
+        for new in by_profile(vec![1, 3, 20], vec![1, 20]) {
             pool.install(|| {
                 let mut workspace = MultiHeadWorkspace::new();
                 layer.reserve_steps(&mut workspace, [2, new, capacity], &config).unwrap();
