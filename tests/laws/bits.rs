@@ -1,11 +1,12 @@
 //! The same numbers give the same bits, however they lie in memory, whatever runs beside them, on any threads.
 
 use crate::common::{
-    Answer, Generator, Layout, Number, Problem, Tensor, by_profile, by_types, for_each_pair, instruction_sets,
-    masks_for, one_head, run, run_into, run_on,
+    Answer, Generator, Layout, Number, Operands, Problem, Tensor, by_profile, by_types, for_each_pair,
+    instruction_sets, masks_for, one_head, run, run_into, run_on,
 };
 use fused_attention::{
-    AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, Parallelism, attention, attention_into,
+    AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, KvPadding, Parallelism, attention,
+    attention_into,
 };
 
 /// Odd in every axis, two blocks of keys at least; with two panels of rows at least, and with a few rows, which another
@@ -380,5 +381,37 @@ fn heads_that_decode_takes_together_give_the_bits_of_each_alone() {
             let found = pool(threads).install(|| run_on(set, &token_major, &config).bits());
             assert_eq!(found, expected, "{set} {config:?}, {threads} threads");
         }
+    }
+}
+
+/// The same of every pair of types, with rows longer than a vector, as many of them as decode takes, and all operands at once.
+#[test]
+fn heads_taken_together_have_their_own_masks_biases_and_lengths() {
+    for_each_pair!(heads_taken_together_have_their_own_masks_biases_and_lengths_for);
+}
+
+fn heads_taken_together_have_their_own_masks_biases_and_lengths_for<T: Number, K: Number<Real = T::Real>>() {
+    let shape = AttentionShape {
+        batch: 2,
+        num_heads: 10,
+        num_kv_heads: 5,
+        q_len: 4,
+        kv_len: 1100,
+        head_dim: 37,
+        value_dim: 35,
+    };
+    let mut problem = Problem::<T, K>::normal(&shape, 6);
+    problem.operands = Operands::all(&shape, 6, [false; 4]);
+    problem.operands.kv_lens = Some(vec![1100, 700]);
+    let token_major = problem.in_layout(Layout::Bshd);
+    let config = AttentionConfig::causal().with_window(Some(900), None).with_prefix_len(9).with_softcap(5.0);
+    for (set, padding) in
+        instruction_sets().into_iter().flat_map(|set| [KvPadding::Left, KvPadding::Right].map(|side| (set, side)))
+    {
+        let config = config.with_kv_padding(padding);
+        let expected = run(&problem, &serial(config, set)).bits();
+        assert_eq!(run(&token_major, &serial(config, set)).bits(), expected, "{set} {padding:?}");
+        #[cfg(feature = "rayon")]
+        assert_eq!(pool(2).install(|| run_on(set, &token_major, &config).bits()), expected, "{set} {padding:?}");
     }
 }
