@@ -19,7 +19,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
-use ring_attention::Ring;
+use ring_attention::{Ring, print_error};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
@@ -79,7 +79,7 @@ fn exit_code(result: Result<()>, rank: usize) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("rank {rank}: {error}");
+            print_error(&format_args!("rank {rank}: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -90,7 +90,7 @@ fn end_the_job_on_panic(rank: usize) {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         print(info);
-        eprintln!("rank {rank} panicked: the job ends");
+        print_error(&format_args!("rank {rank} panicked: the job ends"));
         SimpleCommunicator::world().abort(101);
     }));
 }

@@ -10,6 +10,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Source};
 
 use crate::error::Silence;
+use crate::stderr::print_error;
 
 /// How long a rank waits for the others unless told otherwise: longer than any of them computes between two messages.
 pub const DEFAULT_TIME_LIMIT: Duration = Duration::from_secs(300);
@@ -44,7 +45,7 @@ impl Ring {
 
     /// Ends the job: what MPI was given of our memory cannot be taken back, so there is no returning.
     pub(crate) fn abort(&self, error: &dyn std::fmt::Display) -> ! {
-        eprintln!("{error}");
+        print_error(error);
         self.comm.abort(1)
     }
 
