@@ -29,7 +29,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 #[command(version)]
 struct Args {
     /// Seconds that a rank waits for the others before it ends the job.
-    #[arg(long, global = true, default_value_t = 60)]
+    #[arg(long, global = true, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
     time_limit: u64,
     #[command(subcommand)]
     command: Option<Command>,
@@ -56,9 +56,6 @@ fn main() -> ExitCode {
     let args = Args::parse();
     if let Some(Command::Model(args)) = &args.command {
         return exit_code(model::run(args), 0);
-    }
-    if let Err(error) = at_least_one(&[("time-limit", args.time_limit as usize)]) {
-        return exit_code(Err(error), 0);
     }
     // A thread that panics ends the job while the others may be calling MPI too.
     let Some((universe, threading)) = mpi::initialize_with_threading(Threading::Multiple) else {
