@@ -45,7 +45,7 @@ pub fn run(ring: &Ring, world: &SimpleCommunicator) -> Result<()> {
     }
     check_traffic(ring, world)?;
     check_decode::check(ring, world, &mut found)?;
-    let errors = check_errors::check(ring)?;
+    let errors = check_errors::check(ring, world)?;
     if ring.rank() == 0 {
         println!("{memory}");
         println!("{errors} wrong calls are the same error on all ranks");

@@ -36,7 +36,9 @@ fn generate<K: Wire>(
     found: &mut Found,
 ) -> Result<()> {
     let RingShape { batch, num_kv_heads, head_dim, value_dim, .. } = SHAPE;
-    let shares = Shares::zig_zag(PROMPT, ring.ranks());
+    // Or rank 0 has the whole prompt, and the others' caches are empty until their turn.
+    let all_on_one: Vec<usize> = [PROMPT].into_iter().chain(std::iter::repeat(0)).take(ring.ranks()).collect();
+    let shares = if new_tokens == 1 { Shares::zig_zag(PROMPT, ring.ranks()) } else { Shares::with_lens(&all_on_one) };
     let own = Tensors::<K>::of_rank(&SHAPE, &shares, ring.rank());
     let shape = KvCacheShape { num_layers: 1, batch, num_kv_heads, head_dim, value_dim };
     let mut cache = KvCache::<K>::new(&shape, Capacity::Growing(16))?;

@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use fused_attention::{AttentionConfig, AttentionError};
+use mpi::topology::{Color, SimpleCommunicator};
+use mpi::traits::Communicator;
 use ring_attention::{CacheShard, DecodeShape, Ring, RingError, RingPlan, RingShape, Share, Shares};
 
 use crate::Result;
@@ -15,7 +17,7 @@ const SEQ_LEN: usize = 64;
 type Expect<'a> = &'a mut dyn FnMut(&str, Option<RingError>, &dyn Fn(&RingError) -> bool) -> Result<()>;
 
 /// Gives how many.
-pub fn check(ring: &Ring) -> Result<usize> {
+pub fn check(ring: &Ring, world: &SimpleCommunicator) -> Result<usize> {
     let (last, ranks) = (ring.ranks() - 1, ring.ranks());
     let is_last = ring.rank() == last;
     let shares = Shares::zig_zag(SEQ_LEN, ranks);
@@ -90,6 +92,13 @@ pub fn check(ring: &Ring) -> Result<usize> {
     let expected = (positions * SHAPE.num_kv_heads * SHAPE.head_dim) as u64;
     let too_short = RingError::ShareLenMismatch { rank: last, tensor: "k", positions, expected, found: expected - 1 };
     expect("a short k", found, &|error| *error == too_short)?;
+    if ranks > 1 {
+        let alone = world.split_by_color(Color::with_value(ring.rank() as i32)).expect("a color gives a communicator");
+        let share = Share { q: &own.q, k: &own.k, v: &own.v };
+        let found = right.run(&Ring::new(&alone), &share, &mut out, &mut logsumexp).err();
+        let is_expected = |error: &RingError| *error == RingError::RanksMismatch { shares: ranks, ranks: 1 };
+        expect("a ring of others", found, &is_expected)?;
+    }
     if out.iter().chain(&logsumexp).any(|&x| x != 7.0) {
         return Err("a refused call has written".into());
     }
