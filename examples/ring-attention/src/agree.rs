@@ -50,6 +50,11 @@ pub(crate) fn config_fields(config: &AttentionConfig) -> Fields {
     ]
 }
 
+/// A number that differs where these do, but by chance (FNV-1a).
+pub(crate) fn fingerprint(numbers: impl Iterator<Item = u64>) -> u64 {
+    numbers.fold(0xcbf2_9ce4_8422_2325, |hash, x| (hash ^ x).wrapping_mul(0x100_0000_01b3))
+}
+
 impl Ring {
     /// Everybody's numbers, `[ranks][N]`; all ranks must call this.
     fn gather(&self, mine: &[u64]) -> Vec<Vec<u64>> {

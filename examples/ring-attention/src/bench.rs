@@ -12,10 +12,10 @@ use ring_attention::{
     CacheShard, DEFAULT_BLOCK_KEYS, DecodeShape, Report, Ring, RingPlan, RingShape, Share, Shares, Wire,
 };
 
-use crate::Result;
 use crate::check::{max_of_all, sum_of_all};
 use crate::inputs::Tensors;
 use crate::memory::status;
+use crate::{Result, at_least_one};
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -66,12 +66,18 @@ pub fn run(ring: &Ring, world: &SimpleCommunicator, args: &Args) -> Result<()> {
 }
 
 fn measure<K: Wire>(ring: &Ring, world: &SimpleCommunicator, args: &Args) -> Result<()> {
-    let &Args { seq_len, heads: num_heads, kv_heads: num_kv_heads, head_dim, block_keys, .. } = args;
+    let &Args { seq_len, heads: num_heads, kv_heads: num_kv_heads, head_dim, block_keys, threads, repeats, .. } = args;
+    let sizes = [("seq-len", seq_len), ("heads", num_heads), ("kv-heads", num_kv_heads), ("head-dim", head_dim)];
+    at_least_one(&sizes)?;
+    at_least_one(&[("block-keys", block_keys), ("threads", threads), ("repeats", repeats)])?;
     let shape = RingShape { batch: 1, num_heads, num_kv_heads, head_dim, value_dim: head_dim };
     let mut config = match args.mask.split_once(':') {
         None if args.mask == "causal" => AttentionConfig::causal(),
         None if args.mask == "full" => AttentionConfig::full(),
-        Some(("window", keys)) => AttentionConfig::sliding_window(keys.parse()?),
+        Some(("window", keys)) => {
+            let keys = keys.parse().map_err(|error| format!("mask {:?}: {error}", args.mask))?;
+            AttentionConfig::sliding_window(keys)
+        }
         _ => return Err(format!("mask {:?} is none of causal, full, window:KEYS", args.mask).into()),
     };
     if args.threads == 1 {
@@ -84,27 +90,28 @@ fn measure<K: Wire>(ring: &Ring, world: &SimpleCommunicator, args: &Args) -> Res
     }
     let shares = Shares::for_mask(&config, seq_len, ring.ranks());
     let before = status("VmRSS")?;
+    let mut plan = RingPlan::new(ring, &shape, &shares, &config, block_keys)?;
     let own = Tensors::<K>::of_rank(&shape, &shares, ring.rank());
     let rows = own.q.len() / head_dim;
     let (mut out, mut logsumexp) = (vec![0.0; rows * head_dim], vec![0.0; rows]);
-    let mut plan = RingPlan::new(ring, &shape, &shares, &config, block_keys)?;
     let share = Share { q: &own.q, k: &own.k, v: &own.v };
     let mut seconds = f64::INFINITY;
     let mut report = Report::default();
     for _ in 0..args.repeats {
-        world.barrier();
+        ring.finish(world.immediate_barrier(), "all ranks to begin");
         let started = Instant::now();
         let this = plan.run(ring, &share, &mut out, &mut logsumexp)?;
-        let slowest = max_of_all(world, started.elapsed().as_secs_f64());
+        let slowest = max_of_all(ring, world, started.elapsed().as_secs_f64());
         if slowest < seconds {
             (seconds, report) = (slowest, this);
         }
     }
-    let grown = max_of_all(world, status("VmHWM")? - before);
-    let waiting = max_of_all(world, report.waiting.as_secs_f64());
-    let bytes = sum_of_all(world, report.bytes_sent);
+    let grown = max_of_all(ring, world, status("VmHWM")? - before);
+    let waiting = max_of_all(ring, world, report.waiting.as_secs_f64());
+    let bytes = sum_of_all(ring, world, report.bytes_sent);
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
-    let qkv = seq_len * head_dim * (num_heads * size_of::<f32>() + 2 * num_kv_heads * size_of::<K>());
+    let [q, k, v, ..] = shape.tensor_lens(seq_len, seq_len)?;
+    let qkv = q * size_of::<f32>() + (k + v) * size_of::<K>();
     let outputs = size_of_val(&out[..]) + size_of_val(&logsumexp[..]);
     if ring.rank() == 0 {
         println!(
@@ -146,6 +153,7 @@ fn measure_decode<K: Wire>(
     config: &AttentionConfig,
 ) -> Result<()> {
     let RingShape { num_heads, num_kv_heads, head_dim, .. } = *shape;
+    let [_, k, v, ..] = shape.tensor_lens(1, args.seq_len)?;
     let shares = Shares::contiguous(args.seq_len, ring.ranks());
     let own = Tensors::<K>::of_rank(shape, &shares, ring.rank());
     let query = Tensors::<K>::of_positions(shape, &[args.seq_len]).q;
@@ -153,13 +161,13 @@ fn measure_decode<K: Wire>(
     let decode = DecodeShape { ring: *shape, q_len: 1, position: args.seq_len };
     let mut seconds = f64::INFINITY;
     for _ in 0..args.repeats {
-        world.barrier();
+        ring.finish(world.immediate_barrier(), "all ranks to begin");
         let started = Instant::now();
         ring.decode(&decode, config, (0, &query), &shard)?;
-        seconds = seconds.min(max_of_all(world, started.elapsed().as_secs_f64()));
+        seconds = seconds.min(max_of_all(ring, world, started.elapsed().as_secs_f64()));
     }
     if ring.rank() == 0 {
-        let bytes = 2 * args.seq_len * num_kv_heads * head_dim * size_of::<K>();
+        let bytes = (k + v) * size_of::<K>();
         println!(
             "decode, {} x {}: {num_heads} heads on {num_kv_heads} of {head_dim}, {} keys, {}: {:.3} ms, {:.1} GB/s of K and V",
             ring.ranks(),

@@ -45,7 +45,7 @@ pub fn run(ring: &Ring, world: &SimpleCommunicator) -> Result<()> {
     }
     check_traffic(ring, world)?;
     check_decode::check(ring, world, &mut found)?;
-    let errors = check_errors::check(ring)?;
+    let errors = check_errors::check(ring, world)?;
     if ring.rank() == 0 {
         println!("{memory}");
         println!("{errors} wrong calls are the same error on all ranks");
@@ -115,18 +115,18 @@ fn check_case<K: Wire>(ring: &Ring, world: &SimpleCommunicator, case: &Case, fou
     let is_repeatable = bits(&first) == bits(&second);
     let whole = Tensors::<K>::whole(shape, shares.seq_len());
     let positions: Vec<usize> = shares.positions(ring.rank()).collect();
-    let errors = Errors::new(world, case, &whole, &positions, &first)?;
+    let errors = Errors::new((ring, world), case, &whole, &positions, &first)?;
     found.cases += 1;
     found.worst = found.worst.max(errors.worst);
     let hash =
         bits(&first).iter().fold(ring.rank() as u64, |hash, &x| (hash ^ u64::from(x)).wrapping_mul(0x100_0000_01b3));
-    found.digest = (found.digest.rotate_left(7)) ^ sum_of_all(world, hash);
+    found.digest = (found.digest.rotate_left(7)) ^ sum_of_all(ring, world, hash);
     let is_right = is_repeatable && errors.worst <= 1.0;
     if !is_right {
         let what = format!("{} {shape:?} {shares:?} {config:?}, blocks of {block_keys}", K::NAME);
         eprintln!("rank {}: bits repeat: {is_repeatable}, {errors:?}: {what}", ring.rank());
     }
-    if sum_of_all(world, u64::from(!is_right)) > 0 {
+    if sum_of_all(ring, world, u64::from(!is_right)) > 0 {
         return Err("results are wrong".into());
     }
     Ok(())
@@ -160,7 +160,7 @@ struct Errors {
 
 impl Errors {
     fn new<K: Wire>(
-        world: &SimpleCommunicator,
+        (ring, world): (&Ring, &SimpleCommunicator),
         case: &Case,
         whole: &Tensors<K>,
         positions: &[usize],
@@ -198,8 +198,8 @@ impl Errors {
             max_v = max_v.max(f64::from(v.value().abs()));
         }
         // A few rows may by luck be exact in plain arithmetic: the yardstick is the largest error of all ranks.
-        let plain = plain.map(|error| max_of_all(world, error));
-        let max_lse = max_of_all(world, max_lse);
+        let plain = plain.map(|error| max_of_all(ring, world, error));
+        let max_lse = max_of_all(ring, world, max_lse);
         // Results that a row is merged from, each with a log-sum-exp off by a rounding, and the roundings of merging.
         let longest = (0..shares.ranks()).map(|rank| shares.len_of(rank)).max().unwrap_or(0);
         let merges = (2 * (shares.ranks() * longest.div_ceil(*block_keys) + 2)) as f64;
@@ -208,7 +208,7 @@ impl Errors {
             2.0 * plain[1] + (8.0 + merges) * EPS * max_lse,
         ];
         let worst = error.map(|[out, logsumexp]| (out / bounds[0]).max(logsumexp / bounds[1]));
-        let worst = max_of_all(world, worst[0].max(worst[1]));
+        let worst = max_of_all(ring, world, worst[0].max(worst[1]));
         Ok(Self { worst, out: error.map(|error| error[0]), logsumexp: error.map(|error| error[1]) })
     }
 }
@@ -277,7 +277,7 @@ fn check_traffic(ring: &Ring, world: &SimpleCommunicator) -> Result<()> {
         let (mut out, mut logsumexp) = (vec![0.0; rows * shape.value_dim], vec![0.0; rows]);
         let share = Share { q: &own.q, k: &own.k, v: &own.v };
         let report: Report = plan.run(ring, &share, &mut out, &mut logsumexp)?;
-        let bytes = sum_of_all(world, report.bytes_sent) as usize;
+        let bytes = sum_of_all(ring, world, report.bytes_sent) as usize;
         Ok(bytes / ((shape.head_dim + shape.value_dim) * size_of::<f32>()))
     };
     let contiguous = || Shares::contiguous(seq_len, ranks);
@@ -302,14 +302,20 @@ fn check_traffic(ring: &Ring, world: &SimpleCommunicator) -> Result<()> {
     Ok(())
 }
 
-pub fn sum_of_all(world: &SimpleCommunicator, x: u64) -> u64 {
-    let mut sum = 0u64;
-    world.all_reduce_into(&x, &mut sum, SystemOperation::sum());
+pub fn sum_of_all(ring: &Ring, world: &SimpleCommunicator, x: u64) -> u64 {
+    let mut sum = 0;
+    mpi::request::scope(|scope| {
+        let request = world.immediate_all_reduce_into(scope, &x, &mut sum, SystemOperation::sum());
+        ring.finish(request, "a sum over all ranks");
+    });
     sum
 }
 
-pub fn max_of_all(world: &SimpleCommunicator, x: f64) -> f64 {
-    let mut max = 0.0f64;
-    world.all_reduce_into(&x, &mut max, SystemOperation::max());
+pub fn max_of_all(ring: &Ring, world: &SimpleCommunicator, x: f64) -> f64 {
+    let mut max = 0.0;
+    mpi::request::scope(|scope| {
+        let request = world.immediate_all_reduce_into(scope, &x, &mut max, SystemOperation::max());
+        ring.finish(request, "a maximum over all ranks");
+    });
     max
 }

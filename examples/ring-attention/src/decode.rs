@@ -42,8 +42,30 @@ pub struct CacheShard<'a, K> {
     pub k: TensorView<'a, K>,
     /// `[batch, num_kv_heads, len, value_dim]`
     pub v: TensorView<'a, K>,
-    /// Where in the sequence they are, in the same order: ascending.
+    /// Where in the sequence they are, in the same order: ascending, and no position on two ranks (which is not checked).
     pub positions: &'a [Range<usize>],
+}
+
+impl<K: Wire> CacheShard<'_, K> {
+    /// How many positions it has: they ascend, so that the sum of them is at most the last bound.
+    fn len(&self, rank: usize) -> Result<usize, RingError> {
+        let bounds: Vec<usize> = self.positions.iter().flat_map(|range| [range.start, range.end]).collect();
+        match bounds.windows(2).find(|bounds| bounds[0] > bounds[1]) {
+            Some(bounds) => Err(RingError::PositionsNotAscending { rank, bound: bounds[0], behind: bounds[1] }),
+            None => Ok(self.positions.iter().map(ExactSizeIterator::len).sum()),
+        }
+    }
+
+    fn check(&self, shape: &RingShape, positions: usize, rank: usize) -> Result<(), RingError> {
+        let RingShape { batch, num_kv_heads, head_dim, value_dim, .. } = *shape;
+        for (tensor, found, dim) in [("k", self.k.shape(), head_dim), ("v", self.v.shape(), value_dim)] {
+            let expected = [batch, num_kv_heads, positions, dim];
+            if found != expected {
+                return Err(RingError::ShardShapeMismatch { rank, tensor, expected, found });
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Ring {
@@ -90,35 +112,30 @@ impl Ring {
         (root, q_elements): (usize, usize),
         shard: &CacheShard<'_, K>,
     ) -> Result<Visible, RingError> {
-        let RingShape { batch, num_heads, num_kv_heads, head_dim, value_dim } = shape.ring;
-        let positions: usize = shard.positions.iter().map(ExactSizeIterator::len).sum();
+        let (rank, ranks) = (self.rank(), self.ranks());
         let checked = || {
             shape.ring.check()?;
             if shape.q_len == 0 {
                 return Err(RingError::Zero { field: "q_len" });
             }
+            if root >= ranks {
+                return Err(RingError::RootOutOfRange { root, ranks });
+            }
+            let visible = Visible::new(config, shape.position.saturating_add(shape.q_len))?;
+            let positions = shard.len(rank)?;
+            let [q_len, _, _, out_len, rows] = shape.ring.tensor_lens(shape.q_len, positions)?;
+            let elements = q_len.max(out_len + rows);
+            if elements > i32::MAX as usize {
+                return Err(RingError::MessageTooLong { elements });
+            }
             AttentionPlan::new(&shape.ring.with_lens(shape.q_len, positions), config)?;
-            for (tensor, found, dim) in [("k", shard.k.shape(), head_dim), ("v", shard.v.shape(), value_dim)] {
-                let expected = [batch, num_kv_heads, positions, dim];
-                if found != expected {
-                    return Err(RingError::ShardShapeMismatch { rank: self.rank(), tensor, expected, found });
-                }
+            shard.check(&shape.ring, positions, rank)?;
+            if rank == root && q_elements != q_len {
+                let (expected, found) = (q_len as u64, q_elements as u64);
+                let positions = shape.q_len;
+                return Err(RingError::ShareLenMismatch { rank, tensor: "q", positions, expected, found });
             }
-            let expected = batch * num_heads * shape.q_len * head_dim;
-            if self.rank() == root && q_elements != expected {
-                let (expected, found) = (expected as u64, q_elements as u64);
-                return Err(RingError::ShareLenMismatch {
-                    rank: root,
-                    tensor: "q",
-                    positions: shape.q_len,
-                    expected,
-                    found,
-                });
-            }
-            if expected.max(batch * num_heads * shape.q_len * (value_dim + 1)) > i32::MAX as usize {
-                return Err(RingError::MessageTooLong { elements: expected });
-            }
-            Visible::new(config, shape.position + shape.q_len)
+            Ok(visible)
         };
         let checked = checked();
         let mut same = vec![("the call (1 plan, 2 run, 3 decode)", 3), ("root", root as u64)];

@@ -64,6 +64,32 @@ pub enum RingError {
         /// The size.
         field: &'static str,
     },
+    /// The queries are to come from a rank that does not exist.
+    #[error("root {root} is none of {ranks} ranks")]
+    RootOutOfRange {
+        /// The rank that was named.
+        root: usize,
+        /// Ranks of the communicator.
+        ranks: usize,
+    },
+    /// The positions of a rank's part of a cache do not ascend, or overlap.
+    #[error("the positions of rank {rank} must ascend: {bound} is followed by {behind}")]
+    PositionsNotAscending {
+        /// The first such rank.
+        rank: usize,
+        /// A bound of a range.
+        bound: usize,
+        /// The bound after it, which is smaller.
+        behind: usize,
+    },
+    /// Positions that are not told apart from overflow.
+    #[error("the sequence has {seq_len} positions, at most {most} are possible")]
+    SequenceTooLong {
+        /// Positions of the whole sequence; those of the cache and the new ones, when decoding.
+        seq_len: usize,
+        /// An eighth of the address space.
+        most: usize,
+    },
     /// More than a message of MPI may count.
     #[error("a message would have {elements} elements, MPI counts up to {}", i32::MAX)]
     MessageTooLong {
@@ -82,10 +108,10 @@ pub enum RingError {
 }
 
 /// Silence for longer than the time limit. There is nobody to return this to: it is printed, and the job ends (`MPI_Abort`).
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("rank {rank} has waited {seconds} s for {what}: a rank is stuck, or the time limit too short")]
 pub(crate) struct Silence {
     pub(crate) rank: usize,
-    pub(crate) seconds: u64,
+    pub(crate) seconds: f64,
     pub(crate) what: String,
 }

@@ -26,6 +26,10 @@ impl Itinerary {
         Self { route, shape: *shape, rank }
     }
 
+    pub(crate) fn ranks(&self) -> usize {
+        self.route.ranks()
+    }
+
     pub(crate) fn lanes(&self) -> usize {
         self.shape.batch * self.shape.num_kv_heads
     }
@@ -134,10 +138,8 @@ impl Itinerary {
 
     /// Positions of a rank, and the elements of its Q, K, V, output and logsumexp.
     pub(crate) fn lens_of(&self, rank: usize) -> (usize, [usize; 5]) {
-        let RingShape { batch, num_heads, num_kv_heads, head_dim, value_dim } = self.shape;
         let positions = self.route.shares.len_of(rank);
-        let (rows, keys) = (batch * num_heads * positions, batch * num_kv_heads * positions);
-        (positions, [rows * head_dim, keys * head_dim, keys * value_dim, rows * value_dim, rows])
+        (positions, self.shape.tensor_lens(positions, positions).expect("checked by RingPlan::new"))
     }
 
     /// A step of the ring, in words.

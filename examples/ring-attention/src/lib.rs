@@ -12,6 +12,7 @@
 //! route    how far which keys travel                wire      f32 and bf16
 //! itinerary  a rank's part in it, step by step      decode    one query against keys on all ranks
 //! compute  a rank's queries against a block         plan      a step: send, receive, compute, merge
+//! stderr   last words, before a rank ends
 //! ```
 //!
 //! # Bits
@@ -30,6 +31,7 @@ mod itinerary;
 mod plan;
 mod route;
 mod shares;
+mod stderr;
 mod visible;
 mod wait;
 mod wire;
@@ -38,5 +40,6 @@ pub use decode::{CacheShard, DecodeShape};
 pub use error::RingError;
 pub use plan::{DEFAULT_BLOCK_KEYS, Report, RingPlan, RingShape, Share};
 pub use shares::Shares;
+pub use stderr::print_error;
 pub use wait::{DEFAULT_TIME_LIMIT, Ring};
 pub use wire::Wire;

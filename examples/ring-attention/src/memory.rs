@@ -27,7 +27,7 @@ pub fn check(ring: &Ring, world: &SimpleCommunicator) -> Result<String> {
     let mut out = vec![0.0f32; own.q.len()];
     let mut logsumexp = vec![0.0f32; own.q.len() / SHAPE.head_dim];
     plan.run(ring, &Share { q: &own.q, k: &own.k, v: &own.v }, &mut out, &mut logsumexp)?;
-    let grown = max_of_all(world, status("VmHWM")? - before);
+    let grown = max_of_all(ring, world, status("VmHWM")? - before);
 
     let qkv = (3 * SHAPE.num_heads * SEQ_LEN * SHAPE.head_dim * size_of::<f32>()) as f64;
     let outputs = (size_of_val(&out[..]) + size_of_val(&logsumexp[..])) as f64;

@@ -22,7 +22,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Result, plot};
+use crate::{Result, at_least_one, plot};
 
 /// What to model.
 #[derive(Debug, Clone, clap::Args)]
@@ -89,10 +89,15 @@ pub struct Series {
 }
 
 pub fn run(args: &Args) -> Result<()> {
+    check(args)?;
     let text = std::fs::read_to_string(&args.constants)?;
     let constant = |name: &str| -> Result<f64> {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        Ok(line.ok_or(format!("no {name} in {}", args.constants.display()))?.trim().parse()?)
+        let number = line.ok_or(format!("no {name} in {}", args.constants.display()))?.trim();
+        match number.parse::<f64>() {
+            Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+            _ => Err(format!("{name} in {} is {number:?}, not a number above 0", args.constants.display()).into()),
+        }
     };
     let latency = args.latency_us.map_or_else(|| constant("latency"), |us| Ok(us * 1e-6))?;
     let pair = constant(if args.bytes == 2 { "pair_bf16" } else { "pair_f32" })?;
@@ -133,6 +138,24 @@ pub fn run(args: &Args) -> Result<()> {
         std::fs::write(path, plot::svg(&title, &all)?)?;
     }
     Ok(())
+}
+
+fn check(args: &Args) -> Result<()> {
+    let &Args { cores, heads, kv_heads, block_keys, bytes, latency_us, .. } = args;
+    at_least_one(&[("cores", cores), ("heads", heads), ("kv-heads", kv_heads), ("block-keys", block_keys)])?;
+    args.seq_lens.iter().try_for_each(|&seq_len| at_least_one(&[("seq-lens", seq_len)]))?;
+    if heads % kv_heads != 0 {
+        return Err(format!("{heads} query heads cannot be divided among {kv_heads} KV heads").into());
+    }
+    if bytes != 2 && bytes != 4 {
+        return Err(format!("--bytes is {bytes}, an element has 2 or 4").into());
+    }
+    match latency_us {
+        Some(latency) if !(latency.is_finite() && latency >= 0.0) => {
+            Err(format!("--latency-us is {latency}, it must be a time").into())
+        }
+        _ => Ok(()),
+    }
 }
 
 fn model(args: &Args, constants: &Constants, seq_len: usize, nodes: usize, gbits: f64) -> Modelled {
@@ -189,6 +212,26 @@ mod tests {
     }
 
     const CONSTANTS: Constants = Constants { pair: 2e-9, row: 0.0, latency: 0.0 };
+
+    #[test]
+    fn what_cannot_be_modelled_is_refused() {
+        assert!(check(&args()).is_ok());
+        let wrong = [
+            ("--cores is 0", Args { cores: 0, ..args() }),
+            ("--heads is 0", Args { heads: 0, ..args() }),
+            ("--kv-heads is 0", Args { kv_heads: 0, ..args() }),
+            ("--block-keys is 0", Args { block_keys: 0, ..args() }),
+            ("--seq-lens is 0", Args { seq_lens: vec![64, 0], ..args() }),
+            ("8 query heads cannot be divided among 3 KV heads", Args { kv_heads: 3, ..args() }),
+            ("--bytes is 3", Args { bytes: 3, ..args() }),
+            ("--latency-us is NaN", Args { latency_us: Some(f64::NAN), ..args() }),
+            ("--latency-us is -1", Args { latency_us: Some(-1.0), ..args() }),
+        ];
+        for (reason, args) in wrong {
+            let error = check(&args).unwrap_err().to_string();
+            assert!(error.starts_with(reason), "{error}");
+        }
+    }
 
     #[test]
     fn where_communication_hides_there_is_no_loss() {

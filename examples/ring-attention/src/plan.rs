@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use fused_attention::{AttentionConfig, AttentionError, AttentionPlan, AttentionShape};
 
-use crate::agree::{config_fields, shape_fields, shares_fields};
+use crate::agree::{config_fields, fingerprint, shape_fields, shares_fields};
 use crate::compute::{Block, Compute, Rows};
 use crate::itinerary::{Itinerary, Visit};
 use crate::route::Route;
@@ -33,6 +33,9 @@ pub struct RingShape {
 
 impl RingShape {
     /// Query heads for each KV head.
+    ///
+    /// # Panics
+    /// Without KV heads.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
@@ -41,6 +44,29 @@ impl RingShape {
     pub(crate) fn with_lens(&self, q_len: usize, kv_len: usize) -> AttentionShape {
         let Self { batch, num_heads, num_kv_heads, head_dim, value_dim } = *self;
         AttentionShape { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim }
+    }
+
+    /// Elements of Q, K, V, output and logsumexp, with so many queries and keys.
+    ///
+    /// # Errors
+    /// [`AttentionError::PlanOverflow`] where one of them exceeds the address space, in f32.
+    pub fn tensor_lens(&self, q_len: usize, kv_len: usize) -> Result<[usize; 5], AttentionError> {
+        let Self { batch, num_heads, num_kv_heads, head_dim, value_dim } = *self;
+        let most = isize::MAX as usize / size_of::<f32>();
+        let elements = |heads: usize, len: usize, dim: usize| {
+            let elements = batch.checked_mul(heads)?.checked_mul(len)?.checked_mul(dim)?;
+            (elements <= most).then_some(elements)
+        };
+        let lens = || {
+            Some([
+                elements(num_heads, q_len, head_dim)?,
+                elements(num_kv_heads, kv_len, head_dim)?,
+                elements(num_kv_heads, kv_len, value_dim)?,
+                elements(num_heads, q_len, value_dim)?,
+                elements(num_heads, q_len, 1)?,
+            ])
+        };
+        lens().ok_or_else(|| AttentionError::PlanOverflow { shape: self.with_lens(q_len, kv_len) })
     }
 
     pub(crate) fn check(&self) -> Result<(), RingError> {
@@ -87,6 +113,8 @@ pub struct Share<'a, K> {
 pub struct RingPlan<K> {
     itinerary: Itinerary,
     compute: Compute,
+    /// Of all that the ranks agreed on.
+    fingerprint: u64,
     /// Blocks in turn: one is computed with and passed on while the other is received.
     slots: [Vec<K>; 2],
 }
@@ -106,12 +134,15 @@ impl<K: Wire> RingPlan<K> {
         config: &AttentionConfig,
         block_keys: usize,
     ) -> Result<Self, RingError> {
-        let planned = Self::plan(ring, shape, shares, config, block_keys);
+        let mut planned = Self::plan(ring, shape, shares, config, block_keys);
         let mut same = vec![CALL_PLAN];
         same.extend(shape_fields::<K>(shape));
         same.extend(shares_fields(shares));
         same.extend(config_fields(config));
         same.push(("block_keys", block_keys as u64));
+        if let Ok(plan) = &mut planned {
+            plan.fingerprint = fingerprint(same.iter().map(|field| field.1));
+        }
         ring.agree(&same, &[], planned.as_ref().err().cloned())?;
         planned
     }
@@ -130,10 +161,13 @@ impl<K: Wire> RingPlan<K> {
         if shares.ranks() != ring.ranks() {
             return Err(RingError::RanksMismatch { shares: shares.ranks(), ranks: ring.ranks() });
         }
+        let visible = Visible::new(config, shares.seq_len())?;
+        for rank in 0..shares.ranks() {
+            shape.tensor_lens(shares.len_of(rank), shares.len_of(rank))?;
+        }
         let q_len = shares.len_of(ring.rank());
         // Every call will be like this one: what is wrong with it is found here.
         AttentionPlan::new(&shape.with_lens(q_len, q_len), config)?;
-        let visible = Visible::new(config, shares.seq_len())?;
         let route = Route::new(shares.clone(), visible, block_keys);
         let elements = route.most_keys().saturating_mul(shape.head_dim.saturating_add(shape.value_dim));
         if elements > i32::MAX as usize {
@@ -141,7 +175,7 @@ impl<K: Wire> RingPlan<K> {
         }
         let compute = Compute::new(shape, visible, config, q_len);
         let slots = [(); 2].map(|()| vec![K::nearest(0.0); elements]);
-        Ok(Self { itinerary: Itinerary::new(route, shape, ring.rank()), compute, slots })
+        Ok(Self { itinerary: Itinerary::new(route, shape, ring.rank()), compute, fingerprint: 0, slots })
     }
 
     /// Bytes of the buffers beyond Q, K, V and the output: they grow with `block_keys` and the threads, not with the sequence. (The
@@ -154,7 +188,8 @@ impl<K: Wire> RingPlan<K> {
     /// len]`. All ranks must call this.
     ///
     /// # Errors
-    /// [`RingError::ShareLenMismatch`] on all ranks. What goes wrong later ends the job, with a message.
+    /// [`RingError`], on all ranks: a tensor is not that of its share, or ranks run different plans. What goes wrong later ends the job, with
+    /// a message.
     pub fn run(
         &mut self,
         ring: &Ring,
@@ -162,9 +197,9 @@ impl<K: Wire> RingPlan<K> {
         out: &mut [f32],
         logsumexp: &mut [f32],
     ) -> Result<Report, RingError> {
-        let Self { itinerary, compute, slots } = self;
         let lens = [share.q.len(), share.k.len(), share.v.len(), out.len(), logsumexp.len()];
-        check_lens(ring, itinerary, lens)?;
+        self.check_lens(ring, lens)?;
+        let Self { itinerary, compute, slots, .. } = self;
         let (rank, ranks) = (ring.rank(), ring.ranks());
         let (before, behind) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
         out.fill(0.0);
@@ -204,24 +239,33 @@ impl<K: Wire> RingPlan<K> {
             }
         }
     }
+
+    /// Compares everybody's tensors with their shares.
+    fn check_lens(&self, ring: &Ring, lens: [usize; 5]) -> Result<(), RingError> {
+        let (shares, ranks) = (self.itinerary.ranks(), ring.ranks());
+        let refused = (shares != ranks).then_some(RingError::RanksMismatch { shares, ranks });
+        let same = [CALL_RUN, ("a plan of the fingerprint", self.fingerprint)];
+        let all = ring.agree(&same, &lens.map(|len| len as u64), refused)?;
+        for (rank, lens) in all.into_iter().enumerate() {
+            let (positions, expected) = self.itinerary.lens_of(rank);
+            for ((tensor, expected), found) in ["q", "k", "v", "out", "logsumexp"].into_iter().zip(expected).zip(lens) {
+                if found != expected as u64 {
+                    return Err(RingError::ShareLenMismatch {
+                        rank,
+                        tensor,
+                        positions,
+                        expected: expected as u64,
+                        found,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 const CALL_PLAN: (&str, u64) = ("the call (1 plan, 2 run, 3 decode)", 1);
 const CALL_RUN: (&str, u64) = (CALL_PLAN.0, 2);
-
-/// Compares everybody's tensors with their shares.
-fn check_lens(ring: &Ring, itinerary: &Itinerary, lens: [usize; 5]) -> Result<(), RingError> {
-    let all = ring.agree(&[CALL_RUN], &lens.map(|len| len as u64), None)?;
-    for (rank, lens) in all.into_iter().enumerate() {
-        let (positions, expected) = itinerary.lens_of(rank);
-        for ((tensor, expected), found) in ["q", "k", "v", "out", "logsumexp"].into_iter().zip(expected).zip(lens) {
-            if found != expected as u64 {
-                return Err(RingError::ShareLenMismatch { rank, tensor, positions, expected: expected as u64, found });
-            }
-        }
-    }
-    Ok(())
-}
 
 fn add_own<K: Wire>(
     itinerary: &Itinerary,

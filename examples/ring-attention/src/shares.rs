@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use fused_attention::{AttentionConfig, Mask};
 
+use crate::agree::fingerprint;
+
 /// The positions of a sequence, each owned by one rank. A rank holds Q, K and V of its positions, in ascending order.
 ///
 /// ```text
@@ -31,12 +33,13 @@ impl Shares {
         Self::new(seq_len, (0..ranks).map(|rank| vec![cut(seq_len, ranks, rank)]).collect())
     }
 
-    /// So many positions for each rank, one behind the other: for machines of different speeds.
+    /// So many positions for each rank, one behind the other: for machines of different speeds. (A sum beyond counting is more than a plan
+    /// allows, and refused there.)
     pub fn with_lens(lens: &[usize]) -> Self {
-        let mut end = 0;
+        let mut end = 0usize;
         let next = |&len: &usize| {
             let start = end;
-            end += len;
+            end = start.saturating_add(len);
             vec![start..end]
         };
         let of_ranks = lens.iter().map(next).collect();
@@ -99,12 +102,12 @@ impl Shares {
         self.of(rank).iter().cloned().flatten()
     }
 
-    /// By which ranks tell that they were given the same shares (FNV-1a of all bounds).
+    /// By which ranks tell that they were given the same shares: of all bounds.
     pub(crate) fn fingerprint(&self) -> u64 {
         let bounds = self.of_ranks.iter().enumerate().flat_map(|(rank, ranges)| {
             ranges.iter().flat_map(move |range| [rank as u64, range.start as u64, range.end as u64])
         });
-        bounds.fold(0xcbf2_9ce4_8422_2325, |hash, x| (hash ^ x).wrapping_mul(0x100_0000_01b3))
+        fingerprint(bounds)
     }
 }
 

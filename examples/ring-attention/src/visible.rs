@@ -29,9 +29,13 @@ pub(crate) struct Call {
 
 impl Visible {
     pub(crate) fn new(config: &AttentionConfig, seq_len: usize) -> Result<Self, RingError> {
-        // Far beyond every key, and far from overflowing.
-        let limit = |limit: usize| limit.min(isize::MAX as usize / 8) as isize;
-        let seq_len = limit(seq_len);
+        // Far beyond every key, and far from overflowing where some of them are added.
+        let most = isize::MAX as usize / 8;
+        if seq_len > most {
+            return Err(RingError::SequenceTooLong { seq_len, most });
+        }
+        let seq_len = seq_len as isize;
+        let limit = |limit: usize| limit.min(most) as isize;
         let (offset, right) = match config.mask {
             Mask::Full => (0, config.window.right.map(limit)),
             Mask::Causal(CausalAlignment::BottomRight | CausalAlignment::TopLeft) => (0, Some(0)),

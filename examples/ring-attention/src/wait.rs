@@ -10,6 +10,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Source};
 
 use crate::error::Silence;
+use crate::stderr::print_error;
 
 /// How long a rank waits for the others unless told otherwise: longer than any of them computes between two messages.
 pub const DEFAULT_TIME_LIMIT: Duration = Duration::from_secs(300);
@@ -21,7 +22,8 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// The ranks of a communicator; all of them must call this.
+    /// The ranks of a communicator; all of them must call this. MPI is called from the threads that call the methods of this, never from those
+    /// of a pool: `MPI_THREAD_FUNNELED` is enough.
     pub fn new(comm: &impl Communicator) -> Self {
         Self { comm: comm.duplicate(), time_limit: DEFAULT_TIME_LIMIT }
     }
@@ -44,12 +46,12 @@ impl Ring {
 
     /// Ends the job: what MPI was given of our memory cannot be taken back, so there is no returning.
     pub(crate) fn abort(&self, error: &dyn std::fmt::Display) -> ! {
-        eprintln!("{error}");
+        print_error(error);
         self.comm.abort(1)
     }
 
-    /// Waits for one request, of whatever kind.
-    pub(crate) fn finish<'a, D: ?Sized, S: Scope<'a>>(&self, mut request: Request<'a, D, S>, what: &str) {
+    /// Waits for one request, of whatever kind. Where the time limit passes it ends the job with a message that it waited for `what`.
+    pub fn finish<'a, D: ?Sized, S: Scope<'a>>(&self, mut request: Request<'a, D, S>, what: &str) {
         let started = Instant::now();
         loop {
             request = match request.test() {
@@ -64,7 +66,7 @@ impl Ring {
     }
 
     fn silence(&self, what: String) -> Silence {
-        Silence { rank: self.rank(), seconds: self.time_limit.as_secs(), what }
+        Silence { rank: self.rank(), seconds: self.time_limit.as_secs_f64(), what }
     }
 }
 
