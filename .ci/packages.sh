@@ -6,9 +6,9 @@ mkdir -p "$cache/packages/partial"
 export DEBIAN_FRONTEND=noninteractive
 
 # apt_get ARGUMENTS... : as apt-get, with its archives in the cache and the arm64 package lists known beside the machine's own
-# (to apt alone: dpkg's architectures stay as they are).
+# (to apt alone: dpkg's architectures stay as they are). One at a time.
 apt_get() {
-  apt-get -qq -o Dir::Cache::Archives="$cache/packages" -o APT::Keep-Downloaded-Packages=true \
+  flock -o "$cache/apt.lock" apt-get -qq -o Dir::Cache::Archives="$cache/packages" -o APT::Keep-Downloaded-Packages=true \
     -o APT::Sandbox::User=root -o APT::Architectures=amd64,arm64 "$@"
 }
 

@@ -242,8 +242,12 @@ fn allocate_and_run<T: Element, K: Element<Acc = T::Acc>>(
 /// Zeros for the output of a call of this shape.
 pub(crate) fn new_output<T: Element>(shape: &AttentionShape) -> Result<Vec<T>, AttentionError> {
     let AttentionShape { batch, num_heads, q_len, value_dim, .. } = *shape;
+    zeros([batch, num_heads, q_len, value_dim], shape)
+}
+
+/// Zeros for a tensor of these sizes that a call of this shape gives.
+pub(crate) fn zeros<T: Element>(sizes: [usize; 4], shape: &AttentionShape) -> Result<Vec<T>, AttentionError> {
     let overflow = AttentionError::PlanOverflow { shape: *shape };
-    let sizes = [batch, num_heads, q_len, value_dim];
     let len = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size)).ok_or(overflow.clone())?;
     let bytes = len.checked_mul(size_of::<T>()).ok_or(overflow)?;
     let mut out = Vec::new();

@@ -12,12 +12,12 @@ use std::{mem, ptr};
 use pulp::Simd;
 
 use crate::kernels::fetch::{Fetch, Rows};
+use crate::kernels::finite::all_finite;
 use crate::kernels::lane::Lane;
 use crate::kernels::row::{ValueRows, pack_rows, packed_len, score_rows, value_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::{MAX_DECODE_ROWS, WithTiles};
 use crate::online_softmax::{softmax_row, softmax_rows};
-use crate::packing;
 use crate::row_block::RowBlock;
 use crate::score_pass::{ScorePass, ScoreRow};
 use crate::workspace::Scratch;
@@ -141,7 +141,6 @@ impl<A: Lane> WithTiles for PortableDecodeHeads<'_, '_, '_, A> {
 const FEW_KEYS: usize = 16;
 
 /// The keys of a block that a tile of rows sees.
-#[derive(Clone)]
 struct TileKeys<const ROWS: usize> {
     each: [Range<usize>; ROWS],
     any: Range<usize>,
@@ -288,7 +287,7 @@ impl<A: Lane, K: Stored<A>> DecodeHead<'_, '_, A, K> {
         rescale.copy_from_slice(&self.rows.rescale[first..first + ROWS]);
         let v = self.v.from(any.start);
         // SAFETY: `v` is valid for the rows of the block, inside which `any` lies.
-        if self.rows.hides_keys && unsafe { !packing::all_finite(simd, v.start, v.stride, [any.len(), value_dim]) } {
+        if self.rows.hides_keys && unsafe { !all_finite(simd, v.start, v.stride, [any.len(), value_dim]) } {
             return self.values_by_key::<S, ROWS>(simd, block, first, each, rescale, ahead);
         }
         if ROWS == 1 {

@@ -264,6 +264,22 @@ pub enum AttentionError {
         /// Bytes asked for.
         bytes: usize,
     },
+    /// The weights of a head were asked for that the inputs do not have.
+    #[error("head {head} does not exist, q has {num_heads}")]
+    HeadOutOfRange {
+        /// The head asked for, from 0.
+        head: usize,
+        /// Heads of `q`.
+        num_heads: usize,
+    },
+    /// The weights of a query were asked for that the inputs do not have.
+    #[error("query row {row} does not exist, q has {q_len}")]
+    QueryRowOutOfRange {
+        /// The query asked for, from 0.
+        row: usize,
+        /// Sequence length of `q`.
+        q_len: usize,
+    },
     /// A plan was run on tensors of another shape.
     #[error("the plan is for {planned:?}, the tensors have {found:?}")]
     PlanShapeMismatch {
@@ -347,5 +363,123 @@ pub enum AttentionError {
         len: usize,
         /// Tokens to be kept.
         new_len: usize,
+    },
+    /// The features of a token cannot be divided evenly among heads.
+    #[error("d_model of {d_model} cannot be divided among {num_heads} heads")]
+    ModelNotDivisible {
+        /// Features of a token.
+        d_model: usize,
+        /// Query heads.
+        num_heads: usize,
+    },
+    /// A slice of weights is not as long as its shape says.
+    #[error("the weights are {len} numbers, shape {shape:?} has {} of them", .shape[0].saturating_mul(.shape[1]))]
+    WeightLenMismatch {
+        /// In the order of the storage.
+        shape: [usize; 2],
+        /// Numbers in the slice.
+        len: usize,
+    },
+    /// A bias does not have a number for each output.
+    #[error("the bias holds {found} numbers, the projection has {expected} outputs")]
+    BiasLenMismatch {
+        /// Outputs of the projection.
+        expected: usize,
+        /// Numbers in the bias.
+        found: usize,
+    },
+    /// A projection does not fit the sizes of its layer.
+    #[error("projection {projection} maps {} features to {}, the layer needs {} to {}", .found[0], .found[1], .expected[0], .expected[1])]
+    ProjectionShapeMismatch {
+        /// `"q"`, `"k"`, `"v"`, `"qkv"` or `"out"`.
+        projection: &'static str,
+        /// `[in, out]` features that the sizes ask for.
+        expected: [usize; 2],
+        /// `[in, out]` features of the projection.
+        found: [usize; 2],
+    },
+    /// A fused projection reads one kind of tokens, the layer two.
+    #[error("a fused QKV projection cannot read d_model of {d_model} and d_source of {d_source}")]
+    FusedSourceMismatch {
+        /// Features of what Q is projected from.
+        d_model: usize,
+        /// Features of what K and V are projected from.
+        d_source: usize,
+    },
+    /// Tokens have another number of features than the layer reads.
+    #[error("{tensor} has {found} features, the layer reads {expected}")]
+    FeaturesMismatch {
+        /// `"x"` or `"source"`.
+        tensor: &'static str,
+        /// `d_model` or `d_source`.
+        expected: usize,
+        /// Features of the tensor.
+        found: usize,
+    },
+    /// A slice of tokens is not as long as its shape says.
+    #[error("{tensor} holds {len} numbers, shape {shape:?} has another number of them")]
+    FeaturesLenMismatch {
+        /// `"x"`, `"source"` or `"out"`.
+        tensor: &'static str,
+        /// `[batch, tokens, features]`.
+        shape: [usize; 3],
+        /// Numbers in the slice.
+        len: usize,
+    },
+    /// Cross-attention was to append to a cache, which holds the keys of past tokens of `x`.
+    #[error("{operand} cannot be given for a step over a cache")]
+    NotWithCache {
+        /// The operand.
+        operand: &'static str,
+    },
+    /// A rotary embedding turns pairs of features.
+    #[error("rotary_dim is {rotary_dim}, it must be even and at least 2")]
+    InvalidRotaryDim {
+        /// The number given.
+        rotary_dim: usize,
+    },
+    /// A rotary embedding turns more features than a head has.
+    #[error("rotary_dim is {rotary_dim}, a head has {head_dim} features")]
+    RotaryDimTooLarge {
+        /// Features that it turns.
+        rotary_dim: usize,
+        /// Features of a head.
+        head_dim: usize,
+    },
+    /// A number of a rotary embedding is not above its lower limit and finite.
+    #[error("{name} of a rotary embedding is {value}, it must be finite and above {above}")]
+    InvalidRotaryNumber {
+        /// `"base"`, `"factor"`, `"low_freq_factor"`, `"high_freq_factor"`, `"original_len"`, or what they give.
+        name: &'static str,
+        /// The number given.
+        value: f64,
+        /// What it must exceed.
+        above: f64,
+    },
+    /// A file has no tensor of this name.
+    #[error("there is no tensor {tensor:?}")]
+    TensorMissing {
+        /// The name asked for.
+        tensor: String,
+    },
+    /// A tensor of a file has another shape than the layer needs.
+    #[error("tensor {tensor:?} has shape {found:?}, expected {expected:?}")]
+    TensorShapeMismatch {
+        /// Its name.
+        tensor: String,
+        /// The shape that the layer needs.
+        expected: Vec<usize>,
+        /// The shape in the file.
+        found: Vec<usize>,
+    },
+    /// A tensor of a file has another element type than was asked for.
+    #[error("tensor {tensor:?} is of {found}, expected {expected}")]
+    TensorTypeMismatch {
+        /// Its name.
+        tensor: String,
+        /// The element type asked for.
+        expected: &'static str,
+        /// The element type in the file.
+        found: String,
     },
 }

@@ -23,6 +23,7 @@ pub(crate) mod convert;
 pub(crate) mod exp;
 pub(crate) mod exp_f64;
 pub(crate) mod fetch;
+pub(crate) mod finite;
 pub(crate) mod lane;
 pub(crate) mod lane_f64;
 #[cfg(feature = "__panel")]

@@ -247,6 +247,12 @@ impl<T: Element> KvCache<T> {
         self.lens.fill(0);
     }
 
+    /// Forgets the last tokens of a sequence in one layer, which the caller has just appended.
+    #[cfg(feature = "multi-head")]
+    pub(crate) fn retract(&mut self, layer: usize, sequence: usize, tokens: usize) {
+        self.lens[layer * self.shape.batch + sequence] -= tokens;
+    }
+
     fn append_range<S: Element<Acc = T::Acc>>(
         &mut self,
         layer: usize,

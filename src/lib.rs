@@ -34,6 +34,8 @@
 //! [`attention_varlen`] computes sequences of different lengths that lie behind one another, on all threads at once.
 //! [`PartialAttention`] merges results over disjoint sets of keys: for a prefix that sequences share, or keys spread over machines.
 //!
+//! [`attention_weights`] computes the weights of some heads and rows, to look at them.
+//!
 //! For generation, [`KvCache`] keeps the keys and values of past tokens where decoding reads them fastest.
 //!
 //! # The algorithm
@@ -60,10 +62,10 @@
 //! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
 //! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
 //! (micro-tiles). `varlen` stands beside `attention`: it plans every sequence and puts their tasks into one list. `partial`
-//! merges what calls have returned, and needs none of the others. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
+//! merges what calls have returned, and needs none of the others. `weights` runs parts of a call and records the scores on their way. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
 //! as views, so no kernel knows of it.
 
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "multi-head"))] // of which some examples are
 #[doc = include_str!("../README.md")]
 struct Readme;
 
@@ -77,6 +79,8 @@ mod kernels;
 mod kv_cache;
 mod mask;
 mod merge;
+#[cfg(feature = "multi-head")]
+mod multi_head;
 mod online_softmax;
 mod operands;
 mod output;
@@ -85,6 +89,7 @@ mod partial;
 mod plan;
 mod prefill;
 pub mod reference;
+mod rotary;
 mod row_block;
 mod schedule;
 mod score_modifier;
@@ -93,6 +98,7 @@ mod shape;
 mod task;
 mod tensor;
 mod varlen;
+mod weights;
 mod workspace;
 
 pub use attention::{
@@ -109,10 +115,18 @@ pub use instruction_set::executed_instruction_set;
 #[doc(hidden)]
 pub use kernels::panel;
 pub use kv_cache::{Capacity, KvCache, KvCacheShape};
+#[cfg(feature = "safetensors")]
+pub use multi_head::ProjectionNames;
+#[cfg(feature = "multi-head")]
+pub use multi_head::{
+    MultiHeadAttention, MultiHeadInputs, MultiHeadShape, MultiHeadWorkspace, Projection, WeightStorage,
+};
 pub use partial::{MergedAttention, PartialAttention};
 pub use plan::{AttentionPlan, SERIAL_BELOW_FLOPS};
+pub use rotary::{Rotary, RotaryPairing, RotaryScaling};
 pub use score_modifier::{MAX_PARAMETERS, ScoreContext, ScoreModifier, ScoreVector, alibi_slopes};
 pub use shape::AttentionShape;
 pub use tensor::{TensorView, TensorViewMut};
 pub use varlen::{CuSeqlens, VarlenPlan, attention_varlen, attention_varlen_into};
+pub use weights::attention_weights;
 pub use workspace::Workspace;

@@ -66,6 +66,11 @@ impl VisibleKeys {
         self.whole
     }
 
+    /// With other ranges for whoever gives no lengths.
+    pub(crate) fn with_whole(self, whole: KeyRanges) -> Self {
+        Self { whole, ..self }
+    }
+
     /// For a sequence of `kv_len` keys in the same tensor, padded on one side.
     pub(crate) fn of_sequence(&self, kv_len: usize, padding: KvPadding) -> KeyRanges {
         let first_key = match padding {
@@ -73,6 +78,22 @@ impl VisibleKeys {
             KvPadding::Left => self.kv_len - kv_len,
         };
         ranges(self.mask, self.window, self.prefix_len, self.q_len, first_key..first_key + kv_len)
+    }
+
+    /// For the queries from `first` on alone, numbered from 0. They stay where they are.
+    pub(crate) fn later_queries(&self, first: usize) -> Self {
+        let mask = match self.mask {
+            Mask::Causal(CausalAlignment::TopLeft) => {
+                Mask::Causal(CausalAlignment::Offset(0isize.saturating_add_unsigned(first)))
+            }
+            Mask::Causal(CausalAlignment::Offset(offset)) => {
+                Mask::Causal(CausalAlignment::Offset(offset.saturating_add_unsigned(first)))
+            }
+            aligned_to_the_end => aligned_to_the_end,
+        };
+        let q_len = self.q_len - first;
+        let whole = ranges(mask, self.window, self.prefix_len, q_len, 0..self.kv_len);
+        Self { mask, q_len, whole, ..*self }
     }
 
     /// Scores that all queries of one head see together.
@@ -264,6 +285,20 @@ mod tests {
                 for part in parts.iter().filter(|_| query > 0) {
                     let [before, here] = [query - 1, query].map(|query| part.range(query));
                     assert!(before.start <= here.start && before.end <= here.end && here.start <= here.end, "{what}");
+                }
+            }
+            for first_query in 0..q_len {
+                let later = visible.later_queries(first_query).whole();
+                let later_parts = [Some(later), later.second_part()].into_iter().flatten();
+                for ((part, later), query) in
+                    parts.iter().zip(later_parts).flat_map(|pair| (first_query..q_len).map(move |query| (pair, query)))
+                {
+                    assert_eq!(later.range(query - first_query), part.range(query), "{what}, from query {first_query}");
+                    assert_eq!(
+                        later.position(query - first_query),
+                        part.position(query),
+                        "{what}, from query {first_query}"
+                    );
                 }
             }
             let sum: usize = (0..q_len).flat_map(|query| parts.iter().map(move |part| part.range(query).len())).sum();

@@ -160,8 +160,10 @@ const FEW_KEYS: usize = 4;
 /// Unscaled scores to probabilities, for the first and only keys of a row. Gives maximum and sum.
 #[inline(always)]
 fn softmax_of_few<S: Simd, A: Lane>(simd: S, scores: &mut [A], scale: A) -> (A, A) {
-    if let [score] = scores {
-        // One key has all the weight, however small its score; NaN where the score is infinite or NaN.
+    if let [score] = scores
+        && score.mul_scalar(scale) > A::NEG_INFINITY
+    {
+        // One key has all the weight, however small its score; NaN where the score is infinite. (One of -inf has the weight 0, beside a sink.)
         let max = score.mul_scalar(scale);
         *score = max.mul_scalar(A::ZERO).add_scalar(A::from_index(1));
         return (max, *score);

@@ -26,6 +26,8 @@ pub(crate) trait Packing<A: Lane>: Stored<A> {
     fn pack_keys(set: InstructionSet, op: PackKeys<'_, Self, A>);
     fn unpack_out(set: InstructionSet, op: UnpackOut<'_, Self, A>);
     fn unpack_rows(set: InstructionSet, op: UnpackRows<'_, Self, A>);
+    #[cfg(feature = "multi-head")]
+    fn transpose_rows(set: InstructionSet, op: TransposeRows<'_, Self, A>);
     /// A few rows against keys and values of this type.
     fn decode(set: InstructionSet, op: DecodeHeads<'_, '_, '_, A, Self>);
     /// Modifies scores, with a bias of this type.
@@ -46,6 +48,10 @@ macro_rules! packing {
                 set.$run(op);
             }
             fn unpack_rows(set: InstructionSet, op: UnpackRows<'_, $element, $accumulator>) {
+                set.narrow().$run(op);
+            }
+            #[cfg(feature = "multi-head")]
+            fn transpose_rows(set: InstructionSet, op: TransposeRows<'_, $element, $accumulator>) {
                 set.narrow().$run(op);
             }
             fn decode(set: InstructionSet, op: DecodeHeads<'_, '_, '_, $accumulator, $element>) {
@@ -95,6 +101,35 @@ impl<T: Stored<A>, A: Lane> WithTiles for PackKeys<'_, T, A> {
             let from = &from[key * key_stride..][..(dim - 1) * dim_stride + 1];
             // SAFETY: `from` has just been cut to `dim` elements at `dim_stride`.
             unsafe { widen_row::<S, T, A>(simd, from.as_ptr(), dim_stride, &mut to[..dim]) };
+        }
+    }
+}
+
+/// Copies contiguous rows to columns of accumulators.
+#[cfg(feature = "multi-head")]
+pub(crate) struct TransposeRows<'a, T, A> {
+    /// `[rows][row_len]`, at least one row and one element.
+    pub(crate) from: &'a [T],
+    pub(crate) row_len: usize,
+    /// `[row_len][to_stride]`; the columns behind the last row, up to a multiple of `SIDE`, become copies of it.
+    pub(crate) to: &'a mut [A],
+    pub(crate) to_stride: usize,
+}
+
+#[cfg(feature = "multi-head")]
+impl<T: Stored<A>, A: Lane> WithTiles for TransposeRows<'_, T, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
+        let Self { from, row_len, to, to_stride } = self;
+        let rows = from.len() / row_len;
+        for first in (0..rows).step_by(SIDE) {
+            let row = |i: usize| from[(first + i).min(rows - 1) * row_len..][..row_len].as_ptr();
+            let from: [*const T; SIDE] = core::array::from_fn(row);
+            let to = &mut to[first..][..(row_len - 1) * to_stride + SIDE];
+            // SAFETY: each row has just been cut to `row_len` elements, of which `to` has as many rows.
+            unsafe { pack_rows::<S, T, A>(simd, from, 1, to, to_stride) };
         }
     }
 }
@@ -463,49 +498,4 @@ pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
             *acc = A::add(simd, A::mul(simd, *acc, factor), A::splat(simd, A::ZERO)); // fused, a product that underflows would stay -0
         }
     }
-}
-
-/// Whether all elements of `keys` rows of `dim` elements at `stride` are finite.
-///
-/// # Safety
-/// `from` must be valid for reading them.
-#[inline(always)]
-pub(crate) unsafe fn all_finite<S: Simd, A: Lane, K: Stored<A>>(
-    simd: S,
-    from: *const K,
-    stride: usize,
-    [keys, dim]: [usize; 2],
-) -> bool {
-    let lanes = A::lanes::<S>();
-    let zero = A::splat(simd, A::ZERO);
-    // x * 0 is 0 for finite x and NaN for all others, and a NaN stays in the sum. Four sums, to hide their latency.
-    const SUMS: usize = 4;
-    let mut vectors = [zero; SUMS];
-    let mut tail = A::ZERO;
-    for key in 0..keys {
-        // SAFETY: `i + SUMS * lanes <= dim`, `i + lanes <= dim` and `i < dim`: inside the rows by the caller's promise.
-        unsafe {
-            let row = from.add(key * stride);
-            let mut i = 0;
-            while i + SUMS * lanes <= dim {
-                for sum in 0..SUMS {
-                    vectors[sum] = A::mul_add(simd, K::widen::<S>(simd, row.add(i + sum * lanes)), zero, vectors[sum]);
-                }
-                i += SUMS * lanes;
-            }
-            while i + lanes <= dim {
-                vectors[0] = A::mul_add(simd, K::widen::<S>(simd, row.add(i)), zero, vectors[0]);
-                i += lanes;
-            }
-            while i < dim {
-                tail = tail.add_scalar((*row.add(i)).widen_one().mul_scalar(A::ZERO));
-                i += 1;
-            }
-        }
-    }
-    let vectors = A::add(simd, A::add(simd, vectors[0], vectors[1]), A::add(simd, vectors[2], vectors[3]));
-    let mut sums = [A::ZERO; crate::kernels::MAX_PANEL_ROWS];
-    // SAFETY: no vector has more lanes than MAX_PANEL_ROWS (asserted in kernels.rs, and a test there compares the lanes).
-    unsafe { A::store::<S>(sums.as_mut_ptr(), vectors) };
-    sums.iter().fold(tail, |sum, &x| sum.add_scalar(x)).is_zero()
 }

@@ -41,6 +41,11 @@ const PREFILL_MOST_CHUNKS: usize = 16;
 /// Most KV heads of decode that a worker takes together.
 pub(crate) const MAX_HEADS_TOGETHER: usize = 8;
 
+/// Keys at which there are the most chunks of rows in decode, and in prefill: with a few more, chunks grow and become fewer.
+#[cfg(feature = "multi-head")]
+pub(crate) const MOST_CHUNKS_KEYS: [usize; 2] =
+    [DECODE_MOST_CHUNKS * DECODE_CHUNK, PREFILL_MOST_CHUNKS * PREFILL_CHUNK];
+
 /// Rows of one KV head above which its keys are not split: there are row blocks enough to share.
 const MOST_SPLIT_ROWS: usize = 256;
 
@@ -88,9 +93,8 @@ pub struct AttentionPlan<A = f32> {
     threads: usize,
     scratch: ScratchSizes,
     partials: PartialSizes,
-    /// Of a task's scratch, of each thread's, and of all partial results.
+    /// Of a task's scratch, and of all partial results.
     scratch_bytes: usize,
-    thread_bytes: usize,
     partial_bytes: usize,
     accumulator: PhantomData<A>,
 }
@@ -120,7 +124,8 @@ pub(crate) struct Blocks {
     pub(crate) chunk_keys: usize,
     /// Chunks of keys, each a task of its own.
     pub(crate) chunks: usize,
-    /// KV heads of a sequence whose tasks a worker takes together where memory is token-major; 1 in prefill. Decides no bits.
+    /// KV heads of a sequence whose tasks a worker takes together where memory is token-major; 1 in prefill, and where a head has
+    /// several blocks of rows. Decides no bits.
     pub(crate) heads_together: usize,
 }
 
@@ -156,15 +161,16 @@ impl Blocks {
         let task_panels = panels.div_ceil(row_blocks.max(1));
         let tasks = row_blocks.checked_mul(heads)?.checked_mul(chunks)?;
         let heads_together = match path {
-            Path::Prefill => 1,
-            Path::Decode => (tasks / threads).clamp(1, MAX_HEADS_TOGETHER).min(shape.num_kv_heads.max(1)),
+            // Rows so long that a head has several blocks of them are long enough to be read in order.
+            Path::Decode if row_blocks == 1 => {
+                (tasks / threads).clamp(1, MAX_HEADS_TOGETHER).min(shape.num_kv_heads.max(1))
+            }
+            _ => 1,
         };
         let task_rows = task_panels * panel_rows;
         Some(Self { path, rows, panel_rows, task_rows, row_blocks, kv_block, chunk_keys, chunks, heads_together })
     }
-}
 
-impl Blocks {
     /// Elements from a row of scores to the next in decode: room for whole vectors behind a block's last key.
     pub(crate) fn scores_stride(&self) -> usize {
         self.kv_block + MAX_LANES
@@ -178,7 +184,7 @@ pub(crate) fn score_flops(shape: &AttentionShape, visible: &VisibleKeys) -> u128
     visible.visible_scores().saturating_mul(per_score).saturating_mul(heads)
 }
 
-/// Whether a call would be small even if every key were visible. To know how many are costs a call of one token 5 % of its time.
+/// Whether a call would be small even if every key were visible: nobody needs to count them then.
 fn is_small(shape: &AttentionShape) -> bool {
     let AttentionShape { batch, num_heads, q_len, kv_len, head_dim, value_dim, .. } = *shape;
     let factors = [batch, num_heads, q_len, kv_len, 2, head_dim.saturating_add(value_dim)];
@@ -264,9 +270,9 @@ impl<A: Accumulator> AttentionPlan<A> {
             let thread_bytes = scratch_bytes.checked_mul(blocks.heads_together)?;
             let bytes = thread_bytes.checked_mul(threads)?.checked_add(partial_bytes)?;
             isize::try_from(bytes).ok()?;
-            Some((blocks, threads, scratch, partials, [scratch_bytes, thread_bytes, partial_bytes]))
+            Some((blocks, threads, scratch, partials, [scratch_bytes, partial_bytes]))
         };
-        let (blocks, threads, scratch, partials, [scratch_bytes, thread_bytes, partial_bytes]) =
+        let (blocks, threads, scratch, partials, [scratch_bytes, partial_bytes]) =
             planned().ok_or(AttentionError::PlanOverflow { shape: *shape })?;
         Ok(Self {
             shape: *shape,
@@ -280,7 +286,6 @@ impl<A: Accumulator> AttentionPlan<A> {
             scratch,
             partials,
             scratch_bytes,
-            thread_bytes,
             partial_bytes,
             accumulator: PhantomData,
         })
@@ -303,7 +308,7 @@ impl<A: Accumulator> AttentionPlan<A> {
     /// rows): at most 64, or 16. So the workspace grows with neither `q_len` nor `kv_len` beyond those numbers, and without chunks it is below
     /// 2 MiB a thread for `head_dim + value_dim <= 512`. 0 where there is nothing to compute.
     pub fn workspace_len(&self) -> usize {
-        if self.tasks() == 0 { 0 } else { self.thread_bytes * self.threads + self.partial_bytes }
+        if self.tasks() == 0 { 0 } else { self.thread_bytes() * self.threads + self.partial_bytes }
     }
 
     /// Sizes of a thread's scratch, and of the partial results.
@@ -311,9 +316,14 @@ impl<A: Accumulator> AttentionPlan<A> {
         (self.scratch, self.partials)
     }
 
-    /// Bytes of scratch of a task, and of a thread.
-    pub(crate) fn thread_bytes(&self) -> (usize, usize) {
-        (self.scratch_bytes, self.thread_bytes)
+    /// Bytes of scratch of a task.
+    pub(crate) fn scratch_bytes(&self) -> usize {
+        self.scratch_bytes
+    }
+
+    /// Of the tasks that a thread may have in hand at once; fits, as was checked when the plan was made.
+    fn thread_bytes(&self) -> usize {
+        self.scratch_bytes * self.blocks.heads_together
     }
 
     /// Tasks of a call; fits, as was checked when the plan was made.
@@ -356,6 +366,20 @@ impl<A: Accumulator> AttentionPlan<A> {
         Ok(())
     }
 
+    /// As [`run`](Self::run), with `pass` doing to the scores what the inputs ask for, and perhaps more.
+    pub(crate) fn run_with_pass<T: Element<Acc = A>, K: Element<Acc = A>>(
+        &self,
+        inputs: &AttentionInputs<'_, T, K>,
+        outputs: &mut AttentionOutputs<'_, T>,
+        workspace: &mut Workspace,
+        pass: &dyn ScorePass<A>,
+    ) -> Result<(), AttentionError> {
+        if self.check(inputs, outputs, workspace)? {
+            self.run_checked(inputs, outputs, workspace, Some(pass));
+        }
+        Ok(())
+    }
+
     /// Whether there is anything to do, if nothing is wrong.
     fn check<T: Element<Acc = A>, K: Element<Acc = A>>(
         &self,
@@ -383,7 +407,7 @@ impl<A: Accumulator> AttentionPlan<A> {
         pass: Option<&dyn ScorePass<A>>,
     ) {
         let needed = self.workspace_len();
-        let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes * self.threads);
+        let (scratch, partials) = workspace.as_mut_slice()[..needed].split_at_mut(self.thread_bytes() * self.threads);
         let call = Call::new(self, inputs, OutputRows::new(outputs), Partials::new(self.partials, partials), pass);
         let heads_together = call.heads_together();
         let tasks = match heads_together {
@@ -394,7 +418,7 @@ impl<A: Accumulator> AttentionPlan<A> {
             self.threads,
             tasks,
             scratch,
-            self.thread_bytes,
+            self.thread_bytes(),
             &|tasks: &mut dyn Iterator<Item = usize>, scratch: &mut [u8]| {
                 if heads_together > 1 {
                     return tasks.for_each(|group| call.run_heads(group, scratch));
@@ -455,9 +479,10 @@ mod tests {
                 (4, 5000, 128, 128),
                 (100, 5000, 64, 64),
             ];
-            for (q_len, kv_len, head_dim, value_dim) in sizes {
-                let shape =
-                    AttentionShape { batch: 1, num_heads: 2, num_kv_heads: 1, q_len, kv_len, head_dim, value_dim };
+            let sizes = sizes.into_iter().flat_map(|sizes| [1, 3, 11].map(|num_kv_heads| (num_kv_heads, sizes)));
+            for (num_kv_heads, (q_len, kv_len, head_dim, value_dim)) in sizes {
+                let num_heads = 2 * num_kv_heads;
+                let shape = AttentionShape { batch: 1, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
                 let plan = AttentionPlan::<A>::with_accumulator(&shape, &AttentionConfig::causal()).unwrap();
                 let Blocks { path, panel_rows, task_rows: rows, kv_block, chunks, row_blocks, heads_together, .. } =
                     plan.blocks;
@@ -473,6 +498,7 @@ mod tests {
                     1 => 0,
                     _ => {
                         let chunk = (size * rows * (value_dim + 2)).next_multiple_of(64);
+                        let row_blocks = num_kv_heads * row_blocks;
                         row_blocks * chunks * chunk + (row_blocks * 4).next_multiple_of(64)
                     }
                 };

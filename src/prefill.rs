@@ -8,13 +8,13 @@ use std::ops::Range;
 use pulp::Simd;
 
 use crate::kernels::fetch::FetchRows;
+use crate::kernels::finite::all_finite;
 use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::score_tile::{ScoreBlock, score_block};
 use crate::kernels::value_tile::{ValueBlock, value_block, value_block_selected};
 use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
 use crate::mask::RowBounds;
 use crate::online_softmax::{RowState, softmax_step};
-use crate::packing;
 use crate::row_block::KeyBlock;
 use crate::score_pass::ScoreTile;
 
@@ -210,8 +210,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             Some(known) => known,
             None => {
                 // SAFETY: `v` is valid for `self.keys` rows (see the field).
-                let found =
-                    unsafe { packing::all_finite::<S, A, A>(simd, self.v, self.v_stride, [self.keys, value_dim]) };
+                let found = unsafe { all_finite::<S, A, A>(simd, self.v, self.v_stride, [self.keys, value_dim]) };
                 *values_finite = Some(found);
                 found
             }

@@ -80,7 +80,7 @@ impl RowBlock {
         Some(Self { visible, ..self.clone() })
     }
 
-    /// The same rows of a later KV head of the sequence. In decode, where a head has one block of rows.
+    /// The same rows of a later KV head of the sequence. Where a head has one block of rows.
     pub(crate) fn with_head(&self, head: usize) -> Self {
         Self { kv_head: self.kv_head + head, block: self.block + head, ..self.clone() }
     }

@@ -59,3 +59,28 @@ fn fan_out(workers: usize, scratch: &mut [u8], scratch_len: usize, work: &(impl 
     debug_assert_eq!(workers, 1);
     work(&mut scratch[..scratch_len]);
 }
+
+/// Cuts rows of `row_len` elements (the last may be shorter) into about as many parts as threads; `work` gets the number of a part's first row, and
+/// the part.
+#[cfg(feature = "multi-head")]
+pub(crate) fn for_each_part<T: Send>(
+    threads: usize,
+    rows: &mut [T],
+    row_len: usize,
+    first_row: usize,
+    work: &(impl Fn(usize, &mut [T]) + Sync),
+) {
+    #[cfg(feature = "rayon")]
+    if threads > 1 && rows.len() > row_len {
+        let left_threads = threads / 2;
+        let left_rows = (rows.len().div_ceil(row_len) * left_threads / threads).max(1);
+        let (left, right) = rows.split_at_mut(left_rows * row_len);
+        rayon::join(
+            || for_each_part(left_threads, left, row_len, first_row, work),
+            || for_each_part(threads - left_threads, right, row_len, first_row + left_rows, work),
+        );
+        return;
+    }
+    let _ = (threads, row_len);
+    work(first_row, rows);
+}

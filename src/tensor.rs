@@ -184,6 +184,15 @@ impl<'a, T> TensorView<'a, T> {
         Self { data: &self.data[offset..], layout }
     }
 
+    /// These indices along each axis; inside the shape.
+    pub(crate) fn part(&self, ranges: [Range<usize>; 4]) -> Self {
+        let Layout { strides, .. } = self.layout;
+        let shape = [0, 1, 2, 3].map(|axis| ranges[axis].len());
+        // Where there is no element, there may be no memory behind the offset either.
+        let offset = if shape.contains(&0) { 0 } else { (0..4).map(|axis| ranges[axis].start * strides[axis]).sum() };
+        Self { data: &self.data[offset..], layout: Layout { shape, strides } }
+    }
+
     /// `[batch, heads, seq, head_dim]`.
     pub fn shape(&self) -> [usize; 4] {
         self.layout.shape

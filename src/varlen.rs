@@ -267,7 +267,7 @@ impl<A: Accumulator> VarlenPlan<A> {
             if plan.tasks() > 0 {
                 let bytes = sizes.bytes::<A>().ok_or_else(overflow)?;
                 partial_bytes = partial_bytes.checked_add(bytes).ok_or_else(overflow)?;
-                thread_bytes = plan.thread_bytes().0.max(thread_bytes);
+                thread_bytes = plan.scratch_bytes().max(thread_bytes);
                 tasks = tasks.checked_add(plan.tasks()).ok_or_else(overflow)?;
                 shares_len += plan.blocks.row_blocks; // at most `tasks`
             }

@@ -3,6 +3,9 @@
 #![allow(unsafe_code)] // GlobalAlloc is an unsafe trait
 
 mod common;
+#[cfg(feature = "multi-head")]
+#[path = "allocation/multi_head.rs"]
+mod multi_head;
 
 use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::cell::Cell;
@@ -13,8 +16,8 @@ use common::{
 };
 use fused_attention::{
     AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, Capacity, CuSeqlens, Element,
-    KvCache, KvCacheShape, Parallelism, PartialAttention, TensorViewMut, VarlenPlan, Workspace, attention_into, bf16,
-    f16,
+    KvCache, KvCacheShape, Parallelism, PartialAttention, TensorViewMut, VarlenPlan, Workspace, attention_into,
+    attention_weights, bf16, f16,
 };
 
 /// What threads that report to it have allocated.
@@ -307,6 +310,31 @@ fn peak_memory_does_not_grow_with_the_length_for<T: Number, K: Number<Real = T::
                 });
                 assert!(peaks[0].iter().all(|&peak| peak > 0), "{set}: the workspace is counted: {peaks:?}");
                 assert!(peaks[1].iter().all(|&peak| peak <= 2 << 20), "{set} {layout:?}: {peaks:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_take_memory_for_themselves_and_a_workspace() {
+    for set in instruction_sets() {
+        for kv_len in [500, 4000] {
+            let problem: Problem = Problem::normal(&one_head(4000, kv_len, 16, 16), 1);
+            // A few rows here and there, and many in a row: more than one run of the pass has.
+            for rows in [vec![3999, 7, 100], (1000..1600).collect()] {
+                let config = AttentionConfig::causal().with_instruction_set(set).with_parallelism(Parallelism::Serial);
+                let meter = Meter::leaked();
+                let bytes = std::thread::scope(|scope| {
+                    let weigh = || {
+                        METER.set(Some(meter));
+                        let weights = attention_weights(&problem.inputs(), &config, &[0], &rows).unwrap();
+                        METER.set(None);
+                        size_of_val(&weights[..])
+                    };
+                    scope.spawn(weigh).join().unwrap() // a new thread, so that it has no workspace yet
+                });
+                let peak = meter.bytes_peak.load(Ordering::Relaxed);
+                assert!(peak <= bytes + (1 << 18), "{set}: {peak} bytes for weights of {bytes}");
             }
         }
     }

@@ -1,6 +1,9 @@
 //! The project's ruler: how fast is attention at which length, how much of the machine's peak or bandwidth is that, and
 //! is the result right. `cargo run --release --example sweep -- --help` lists the options.
 
+#[path = "../common/font.rs"]
+mod font;
+
 mod args;
 mod bandwidth;
 mod inputs;

@@ -34,6 +34,7 @@ struct Line {
 
 /// An SVG document of rows that differ in `head_dim` and lengths alone. `title` says what they have in common.
 pub fn svg(title: &str, rows: &[Row]) -> crate::Result<String> {
+    crate::font::register();
     let mut svg = String::new();
     let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
     root.fill(&WHITE)?;

@@ -6,6 +6,8 @@
 pub mod cache;
 mod executed;
 mod inputs;
+#[cfg(feature = "multi-head")]
+pub mod layer;
 mod number;
 pub mod operands;
 mod tensor;

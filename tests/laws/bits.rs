@@ -361,3 +361,24 @@ fn four_os_threads_at_once_get_the_same_bits() {
         });
     }
 }
+
+/// Groups of eight heads and of what is left of eleven, in several chunks; behind a prefix a window, which is a second part.
+#[test]
+fn heads_that_decode_takes_together_give_the_bits_of_each_alone() {
+    let shape =
+        AttentionShape { batch: 2, num_heads: 22, num_kv_heads: 11, q_len: 2, kv_len: 2100, head_dim: 5, value_dim: 3 };
+    let problem: Problem = Problem::normal(&shape, 5);
+    let token_major = problem.in_layout(Layout::Bshd);
+    let window = AttentionConfig::causal().with_window(Some(700), None).with_prefix_len(40);
+    for (set, config) in
+        instruction_sets().into_iter().flat_map(|set| [(set, AttentionConfig::causal()), (set, window)])
+    {
+        let expected = run(&problem, &serial(config, set)).bits();
+        assert_eq!(run(&token_major, &serial(config, set)).bits(), expected, "{set} {config:?}");
+        #[cfg(feature = "rayon")]
+        for threads in [2, 3, 7] {
+            let found = pool(threads).install(|| run_on(set, &token_major, &config).bits());
+            assert_eq!(found, expected, "{set} {config:?}, {threads} threads");
+        }
+    }
+}

@@ -147,3 +147,58 @@ fn rows_that_have_no_part_in_the_first_block_find_their_q() {
         }
     }
 }
+
+/// Heads that decode takes together multiplied the stride of V's heads, which may be anything where V has no features.
+#[test]
+fn strides_of_values_without_features_are_never_used() {
+    let (q, k) = (vec![0.5f32; 3 * 4], vec![0.25f32; 3 * 40 * 4]);
+    let k = TensorView::from_bshd(&k, [1, 40, 3, 4]).unwrap();
+    let v: TensorView<f32> = TensorView::with_strides(&[], [1, 3, 40, 0], [usize::MAX; 4]).unwrap();
+    for set in instruction_sets() {
+        let mut logsumexp = [0.0f32; 3];
+        let out = TensorViewMut::from_bhsd(&mut [], [1, 3, 1, 0]).unwrap();
+        let mut outputs = AttentionOutputs::new(out).with_logsumexp(&mut logsumexp);
+        let inputs = AttentionInputs::new(TensorView::from_bhsd(&q, [1, 3, 1, 4]).unwrap(), k, v);
+        attention_into(&inputs, &mut outputs, &AttentionConfig::full().with_instruction_set(set)).unwrap();
+        // 40 scores of 4 * 0.125 / 2.
+        assert!(logsumexp.iter().all(|found| (found - (40f32.ln() + 0.25)).abs() < 1e-5), "{set}: {logsumexp:?}");
+    }
+}
+
+/// A lone key whose score is -inf made the row NaN where a sink has all the weight.
+#[test]
+fn a_sink_takes_all_the_weight_from_scores_of_minus_infinity() {
+    for set in instruction_sets() {
+        for kv_len in [1, 2, 30] {
+            let (k, v) = (vec![-1.0f32; kv_len], vec![3.0f32; kv_len]);
+            let q = TensorView::from_bhsd(&[f32::INFINITY], [1, 1, 1, 1]).unwrap();
+            let [k, v] = [&k, &v].map(|data| TensorView::from_bhsd(data, [1, 1, kv_len, 1]).unwrap());
+            let (mut out, mut logsumexp) = ([f32::NAN; 1], [f32::NAN; 1]);
+            let view = TensorViewMut::from_bhsd(&mut out, [1, 1, 1, 1]).unwrap();
+            let mut outputs = AttentionOutputs::new(view).with_logsumexp(&mut logsumexp);
+            let inputs = AttentionInputs::new(q, k, v).with_sinks(&[0.5]);
+            attention_into(&inputs, &mut outputs, &AttentionConfig::full().with_instruction_set(set)).unwrap();
+            assert_eq!((out, logsumexp), ([0.0], [0.5]), "{set}, {kv_len} keys");
+            let out = attention(&AttentionInputs::new(q, k, v), &AttentionConfig::full().with_instruction_set(set));
+            assert!(out.unwrap()[0].is_nan(), "{set}, {kv_len} keys without a sink");
+        }
+    }
+}
+
+/// Rows so long that a head's few do not fit into one task were left out where decode takes heads together.
+#[test]
+fn long_rows_of_several_heads_in_token_major_memory_are_all_written() {
+    let (head_dim, q_len) = (32_768, 8);
+    let q = vec![0.5f32; 2 * q_len * head_dim];
+    let (k, v) = (vec![0.25f32; 2 * head_dim], [1.0f32, 2.0]);
+    let q = TensorView::from_bhsd(&q, [1, 2, q_len, head_dim]).unwrap();
+    let (k, v) =
+        (TensorView::from_bshd(&k, [1, 1, 2, head_dim]).unwrap(), TensorView::from_bshd(&v, [1, 1, 2, 1]).unwrap());
+    for set in instruction_sets() {
+        let mut out = vec![f32::NAN; 2 * q_len];
+        let view = TensorViewMut::from_bhsd(&mut out, [1, 2, q_len, 1]).unwrap();
+        let config = AttentionConfig::full().with_instruction_set(set);
+        attention_into(&AttentionInputs::new(q, k, v), &mut AttentionOutputs::new(view), &config).unwrap();
+        assert_eq!(out, [[1.0f32; 8], [2.0; 8]].concat(), "{set}");
+    }
+}

@@ -16,8 +16,19 @@ mod kv_cache_errors;
 mod masks;
 mod merge;
 mod modifiers;
+#[cfg(feature = "multi-head")]
+mod multi_head;
+#[cfg(feature = "multi-head")]
+mod multi_head_errors;
+#[cfg(feature = "multi-head")]
+mod multi_head_model;
+#[cfg(feature = "multi-head")]
+mod multi_head_rotary;
+#[cfg(feature = "multi-head")]
+mod multi_head_steps;
 mod non_finite;
 mod proptest_reference;
 mod real_model;
 mod semantics;
 mod varlen;
+mod weights;

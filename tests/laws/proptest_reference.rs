@@ -17,11 +17,12 @@ enum Fill {
     Ascending(f64),
 }
 
-/// Element types, of Q and the output and of K and V, and the law for them.
+/// Element types, of Q and the output and of K and V, and the laws for them.
 #[derive(Clone, Copy)]
-struct Types {
+pub struct Types {
     names: [&'static str; 2],
     check: fn(&Case) -> TestCaseResult,
+    pub check_weights: fn(&Case) -> TestCaseResult,
 }
 
 impl std::fmt::Debug for Types {
@@ -32,7 +33,8 @@ impl std::fmt::Debug for Types {
 
 impl Types {
     fn of<T: Number, K: Number<Real = T::Real>>() -> Self {
-        Self { names: [T::NAME, K::NAME], check: check_types::<T, K> }
+        let check_weights = crate::weights::check_case::<T, K>;
+        Self { names: [T::NAME, K::NAME], check: check_types::<T, K>, check_weights }
     }
 
     fn all() -> Vec<Self> {
@@ -47,12 +49,12 @@ impl Types {
 
 /// Everything that a call depends on.
 #[derive(Debug, Clone)]
-struct Case {
-    types: Types,
-    shape: AttentionShape,
-    config: AttentionConfig,
+pub struct Case {
+    pub types: Types,
+    pub shape: AttentionShape,
+    pub config: AttentionConfig,
     fill: Fill,
-    seed: u64,
+    pub seed: u64,
     /// Of Q, K, V and the output.
     layouts: [Layout; 4],
     /// V is a view into the memory of K (if it is no wider).
@@ -64,7 +66,7 @@ struct Case {
 }
 
 impl Case {
-    fn problem<T: Number, K: Number<Real = T::Real>>(&self) -> Problem<T, K> {
+    pub fn problem<T: Number, K: Number<Real = T::Real>>(&self) -> Problem<T, K> {
         let contiguous = match self.fill {
             Fill::Normal => Problem::<T, K>::normal(&self.shape, self.seed),
             Fill::Ascending(rise) => Problem::ascending(&self.shape, self.seed, rise, self.config.softmax_scale),
@@ -105,14 +107,14 @@ fn edges(units: &[usize]) -> Vec<usize> {
 }
 
 /// A length from `edges`, or any up to the largest of them.
-fn length(units: &[usize]) -> impl Strategy<Value = usize> + use<> {
+pub fn length(units: &[usize]) -> impl Strategy<Value = usize> + use<> {
     let edges = edges(units);
     let largest = *edges.last().unwrap();
     prop_oneof![3 => select(edges), 1 => 0..=largest]
 }
 
 /// At least 1, as `head_dim` must be.
-fn dim(units: &[usize]) -> impl Strategy<Value = usize> + use<> {
+pub fn dim(units: &[usize]) -> impl Strategy<Value = usize> + use<> {
     length(units).prop_map(|dim| dim.max(1))
 }
 
@@ -158,7 +160,7 @@ fn any_operands() -> impl Strategy<Value = ([bool; 5], [bool; 4])> {
     (few, any::<[bool; 4]>())
 }
 
-fn case(shape: impl Strategy<Value = AttentionShape>) -> impl Strategy<Value = Case> {
+pub fn case(shape: impl Strategy<Value = AttentionShape>) -> impl Strategy<Value = Case> {
     let types = prop_oneof![1 => Just(Types::of::<f32, f32>()), 1 => select(Types::all())];
     let config = prop_oneof![1 => select(masks().to_vec()), 2 => any_mask()];
     let config = (config, any_scale(), any_operands());
@@ -171,7 +173,7 @@ fn case(shape: impl Strategy<Value = AttentionShape>) -> impl Strategy<Value = C
 }
 
 /// Fixed seed, so that a run can be repeated; another one, or more cases, by `PROPTEST_RNG_SEED`, `PROPTEST_CASES`.
-fn proptest_config(default_cases: u32, quick_cases: u32) -> ProptestConfig {
+pub fn proptest_config(default_cases: u32, quick_cases: u32) -> ProptestConfig {
     let from_environment = ProptestConfig::default();
     let is_set = |name| std::env::var_os(name).is_some();
     ProptestConfig {
@@ -216,10 +218,10 @@ fn many_keys_match_the_reference() {
     proptest!(proptest_config(800, 12), |(case in case(shape))| check(&case)?);
 }
 
-#[test]
-fn many_rows_match_the_reference() {
+/// Up to several blocks of rows, some keys.
+pub fn many_rows() -> impl Strategy<Value = AttentionShape> {
     let rows: Vec<usize> = PANELS.iter().flat_map(|panel| [*panel, 4 * panel]).collect();
-    let shape = (1..=3usize, length(&rows), length(&TILES), dim(&TILES), length(&TILES)).prop_map(
+    (1..=3usize, length(&rows), length(&TILES), dim(&TILES), length(&TILES)).prop_map(
         |(group_size, rows, kv_len, head_dim, value_dim)| AttentionShape {
             batch: 1,
             num_heads: group_size,
@@ -229,8 +231,12 @@ fn many_rows_match_the_reference() {
             head_dim,
             value_dim,
         },
-    );
-    proptest!(proptest_config(800, 12), |(case in case(shape))| check(&case)?);
+    )
+}
+
+#[test]
+fn many_rows_match_the_reference() {
+    proptest!(proptest_config(800, 12), |(case in case(many_rows()))| check(&case)?);
 }
 
 #[test]
@@ -257,10 +263,9 @@ fn wide_heads_match_the_reference() {
     proptest!(proptest_config(500, 8), |(case in case(shape))| check(&case)?);
 }
 
-#[test]
-fn batches_and_head_groups_match_the_reference() {
-    let shape = (0..=3usize, 0..=3usize, 1..=5usize, length(&[8]), length(&[8, 16]), dim(&TILES), length(&TILES))
-        .prop_map(|(batch, num_kv_heads, group_size, q_len, kv_len, head_dim, value_dim)| AttentionShape {
+pub fn batches_and_head_groups() -> impl Strategy<Value = AttentionShape> {
+    (0..=3usize, 0..=3usize, 1..=5usize, length(&[8]), length(&[8, 16]), dim(&TILES), length(&TILES)).prop_map(
+        |(batch, num_kv_heads, group_size, q_len, kv_len, head_dim, value_dim)| AttentionShape {
             batch,
             num_heads: num_kv_heads * group_size,
             num_kv_heads,
@@ -268,8 +273,13 @@ fn batches_and_head_groups_match_the_reference() {
             kv_len,
             head_dim,
             value_dim,
-        });
-    proptest!(proptest_config(800, 12), |(case in case(shape))| check(&case)?);
+        },
+    )
+}
+
+#[test]
+fn batches_and_head_groups_match_the_reference() {
+    proptest!(proptest_config(800, 12), |(case in case(batches_and_head_groups()))| check(&case)?);
 }
 
 /// Over the sampled rows, the largest error of the output.

@@ -12,14 +12,14 @@ const TOKENS: &str = include_str!("../data/minilm_tokens.json");
 const EXAMPLES: &str = include_str!("../data/worked_examples.json");
 
 const NUM_HEADS: usize = 12;
-const HEAD_DIM: usize = 32;
-const D_MODEL: usize = NUM_HEADS * HEAD_DIM;
-const LEN: usize = 320;
+pub const HEAD_DIM: usize = 32;
+pub const D_MODEL: usize = NUM_HEADS * HEAD_DIM;
+pub const LEN: usize = 320;
 
 /// f32 against f64 differs by at most 2e-6 here (data/README); the projections of the model itself were f32 too.
 const TOLERANCE: f32 = 5e-6;
 
-fn model(name: &str) -> Vec<f32> {
+pub fn model(name: &str) -> Vec<f32> {
     let tensors = SafeTensors::deserialize(MODEL).unwrap();
     let tensor = tensors.tensor(name).unwrap();
     assert_eq!(tensor.dtype(), safetensors::Dtype::F32);
@@ -27,7 +27,7 @@ fn model(name: &str) -> Vec<f32> {
 }
 
 /// The heads that are checked: all, or three of them in the quick profile.
-fn heads() -> Vec<usize> {
+pub fn heads() -> Vec<usize> {
     if quick() { vec![0, 5, 11] } else { (0..NUM_HEADS).collect() }
 }
 
@@ -54,7 +54,7 @@ fn project(weights: &str, bias: &str) -> Tensor {
     projected
 }
 
-fn layer() -> &'static Problem {
+pub fn layer() -> &'static Problem {
     static LAYER: OnceLock<Problem> = OnceLock::new();
     LAYER.get_or_init(|| Problem::new(project("w_q", "b_q"), project("w_k", "b_k"), project("w_v", "b_v")))
 }
@@ -116,25 +116,25 @@ fn the_data_is_what_its_note_says() {
     assert!(full.iter().zip(causal).any(|(full, causal)| (full - causal).abs() > 1000.0 * TOLERANCE));
 }
 
-fn example(name: &str) -> Value {
+pub fn example(name: &str) -> Value {
     serde_json::from_str::<Value>(EXAMPLES).unwrap()[name].take()
 }
 
 /// A matrix as one head.
-fn matrix(value: &Value) -> Tensor {
+pub fn matrix(value: &Value) -> Tensor {
     let rows: Vec<Vec<f32>> = serde_json::from_value(value.clone()).unwrap();
     Tensor::from_fn([1, 1, rows.len(), rows[0].len()], Layout::Bhsd, |[_, _, row, d]| rows[row][d])
 }
 
-fn numbers(value: &Value) -> Vec<f32> {
+pub fn numbers(value: &Value) -> Vec<f32> {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-fn identity(len: usize) -> Tensor {
+pub fn identity(len: usize) -> Tensor {
     Tensor::from_fn([1, 1, len, len], Layout::Bhsd, |[_, _, row, d]| if row == d { 1.0 } else { 0.0 })
 }
 
-fn assert_close(found: &[f32], expected: &[f32], tolerance: f32, what: &str) {
+pub fn assert_close(found: &[f32], expected: &[f32], tolerance: f32, what: &str) {
     assert_eq!(found.len(), expected.len());
     let close = found.iter().zip(expected).all(|(found, expected)| (found - expected).abs() <= tolerance);
     assert!(close, "{what}: {found:?}, not {expected:?}");
