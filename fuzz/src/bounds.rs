@@ -11,8 +11,6 @@ use crate::{Number, Real};
 pub struct Bounds {
     pub out: Vec<f64>,
     pub logsumexp: f64,
-    /// The row sees keys, all with scores of -inf.
-    pub sees_minus_infinity_alone: bool,
 }
 
 /// A visible score, the most that roundings can do to it, and its value's place.
@@ -31,8 +29,20 @@ impl Bounds {
         row: [usize; 3],
         logsumexp: f64,
     ) -> Self {
+        Self::with_q_errors(inputs, config, shape, row, logsumexp, &|_| 0.0)
+    }
+
+    /// The same where each element of Q may be off by so much.
+    pub fn with_q_errors<T: Number, K: Number + Element<Acc = T::Acc>>(
+        inputs: &AttentionInputs<'_, T, K>,
+        config: &AttentionConfig,
+        shape: &AttentionShape,
+        row: [usize; 3],
+        logsumexp: f64,
+        q_error: &dyn Fn([usize; 4]) -> f64,
+    ) -> Self {
         let [batch, head, _] = row;
-        let scores = scores(inputs, config, shape, row);
+        let scores = scores(inputs, config, shape, row, q_error);
         let v = |key, d| inputs.v.get([batch, head / shape.group_size(), key, d]).expect("inside").to_f64();
         // The reference makes the errors of f64 as well.
         let eps = T::Acc::EPSILON * if T::Acc::EPSILON == f64::EPSILON { 2.0 } else { 1.0 };
@@ -63,12 +73,7 @@ impl Bounds {
             // Both are means of the values.
             if error.is_nan() { error } else { error.min(max_v * (2.0 + sums)) }
         });
-        Self {
-            out: out.collect(),
-            logsumexp: off / (1.0 - off).max(0.0) + sums + 4.0 * eps * logsumexp.abs().max(1.0),
-            sees_minus_infinity_alone: !scores.is_empty()
-                && scores.iter().all(|score| score.value == f64::NEG_INFINITY),
-        }
+        Self { out: out.collect(), logsumexp: off / (1.0 - off).max(0.0) + sums + 4.0 * eps * logsumexp.abs().max(1.0) }
     }
 }
 
@@ -77,6 +82,7 @@ fn scores<T: Number, K: Number + Element<Acc = T::Acc>>(
     config: &AttentionConfig,
     shape: &AttentionShape,
     [batch, head, query]: [usize; 3],
+    q_error: &dyn Fn([usize; 4]) -> f64,
 ) -> Vec<Score> {
     let eps = T::Acc::EPSILON * if T::Acc::EPSILON == f64::EPSILON { 2.0 } else { 1.0 };
     let AttentionShape { q_len, kv_len: room, head_dim, .. } = *shape;
@@ -108,15 +114,16 @@ fn scores<T: Number, K: Number + Element<Acc = T::Acc>>(
             continue;
         }
         // Each addition rounds its partial sum, and every q * k has the roundings of the scaled q in it.
-        let (mut value, mut roundings) = (0.0f64, 0.0f64);
+        let (mut value, mut roundings, mut of_q) = (0.0f64, 0.0f64, 0.0f64);
         for p in 0..head_dim {
             let q = inputs.q.get([batch, head, query, p]).expect("inside").to_f64();
             let k = inputs.k.get([batch, head / shape.group_size(), key, p]).expect("inside").to_f64();
             value += q * k;
             roundings += value.abs() + 3.0 * (q * k).abs();
+            of_q += q_error([batch, head, query, p]) * k.abs();
         }
         value *= scale;
-        let mut error = eps * roundings * scale.abs();
+        let mut error = (eps * roundings + of_q) * scale.abs();
         if !error.is_finite() {
             error = 0.0; // an infinite score has no error
         }

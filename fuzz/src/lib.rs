@@ -1,6 +1,7 @@
 //! What the fuzz targets draw: element types, sizes, memory layouts, masks, instruction sets.
 
 pub mod bounds;
+pub mod layer;
 
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
