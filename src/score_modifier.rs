@@ -270,6 +270,9 @@ impl<M: ScoreModifier, N: ScoreModifier> ScoreModifier for (M, N) {
 /// assert_eq!(alibi_slopes(6)[..4], alibi_slopes(4));
 /// assert_eq!(alibi_slopes(6)[4..], [0.5, 0.125]); // of 8: 1/2, (1/4), 1/8
 /// ```
+///
+/// # Panics
+/// Where so many numbers do not fit the address space, as `vec!` does.
 pub fn alibi_slopes(num_heads: usize) -> Vec<f32> {
     let slope = |heads: usize, head: usize| (-8.0 * (head + 1) as f64 / heads as f64).exp2() as f32;
     let power = num_heads.checked_ilog2().map_or(0, |log| 1 << log);
