@@ -179,7 +179,7 @@ impl ScoreModifier for Busy<'_> {
     }
 
     fn modify<V: ScoreVector>(&self, score: V, at: &ScoreContext<'_, V>) -> V {
-        if self.vectors.fetch_add(1, Ordering::Relaxed) % 64 == 0 {
+        if self.vectors.fetch_add(1, Ordering::Relaxed).is_multiple_of(64) {
             rayon::join(|| std::hint::black_box(()), || std::hint::black_box(()));
         }
         score + at.parameters[0]
