@@ -10,10 +10,12 @@
 use arbitrary::Arbitrary;
 use fused_attention::reference;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask,
-    TensorViewMut, attention_into, bf16, f16,
+    AttentionConfig, AttentionInputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask, attention_into,
 };
-use fused_attention_fuzz::{Masked, Memory, Number, Real, Special, Tensor, agree, instruction_sets, normal, offsets};
+use fused_attention_fuzz::answer::{assert_right, outputs};
+use fused_attention_fuzz::{
+    Masked, Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, offsets,
+};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -48,18 +50,7 @@ fn values<T: Number>(tensor: &Tensor<T>) -> Vec<T::Acc> {
 }
 
 fuzz_target!(|case: Case| {
-    match case.types % 10 {
-        0 => run::<f32, f32>(&case),
-        1 => run::<f32, f16>(&case),
-        2 => run::<f32, bf16>(&case),
-        3 => run::<f16, f16>(&case),
-        4 => run::<bf16, bf16>(&case),
-        5 => run::<f16, f32>(&case),
-        6 => run::<bf16, f32>(&case),
-        7 => run::<f16, bf16>(&case),
-        8 => run::<bf16, f16>(&case),
-        _ => run::<f64, f64>(&case),
-    };
+    for_types!(case.types, run, &case);
 });
 
 fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> {
@@ -109,36 +100,16 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     for set in instruction_sets() {
         let mut out = Tensor::new(out_shape, strides, T::CANARY, |_| T::CANARY)?;
         let mut logsumexp = vec![T::Acc::NAN; batch * num_heads * q_len];
-        let view = TensorViewMut::with_strides(&mut out.data, out_shape, out.strides).expect("distinct elements");
-        let mut outputs = AttentionOutputs::new(view).with_logsumexp(&mut logsumexp);
-        attention_into(&inputs, &mut outputs, &config.with_instruction_set(set)).expect("a valid call");
+        attention_into(&inputs, &mut outputs(&mut out, &mut logsumexp), &config.with_instruction_set(set))
+            .expect("a valid call");
 
-        let mut is_gap = vec![true; out.data.len()];
-        for (i, offset) in offsets(out_shape, out.strides).enumerate() {
-            is_gap[offset] = false;
+        let out_bound = |i: usize| {
             let row = &rows[i / value_dim];
-            let (found, expected) = (out.data[offset].to_f64(), reference.out[i]);
-            let unfused_error = (row.unfused[i % value_dim].to_f64() - expected).abs();
-            let bound = 2.0 * unfused_error + row.roundings[i % value_dim];
-            let bound = bound + (expected.abs() + bound) * T::ROUNDING + T::SMALLEST_ROUNDING;
-            // An infinite value whose weight is 0 in f32 but not in f64 gives NaN.
-            let lost_weight = expected.is_infinite() && found.is_nan();
-            assert!(
-                agree(found, expected, bound) || lost_weight,
-                "{set}: out[{i}] is {found}, expected {expected} +- {bound:e}"
-            );
-        }
-        for (offset, x) in out.data.iter().enumerate() {
-            assert!(!is_gap[offset] || x.bits() == T::CANARY.bits(), "{set}: the gap at {offset} was written");
-        }
-        for (i, (found, expected)) in logsumexp.iter().zip(&reference.logsumexp).enumerate() {
-            let bound = rows[i].logsumexp_roundings * expected.abs().max(1.0);
-            let found = found.to_f64();
-            assert!(
-                agree(found, *expected, bound),
-                "{set}: logsumexp[{i}] is {found}, expected {expected} +- {bound:e}"
-            );
-        }
+            let unfused_error = (row.unfused[i % value_dim].to_f64() - reference.out[i]).abs();
+            2.0 * unfused_error + row.roundings[i % value_dim]
+        };
+        let logsumexp_bound = |i: usize| rows[i].logsumexp_roundings * reference.logsumexp[i].abs().max(1.0);
+        assert_right(set, &out, &logsumexp, &reference, out_bound, logsumexp_bound);
     }
     Some(())
 }

@@ -7,11 +7,12 @@
 use arbitrary::Arbitrary;
 use fused_attention::reference;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, CausalAlignment, CuSeqlens, Element, KvPadding,
-    TensorView, TensorViewMut, attention_into, attention_varlen_into, bf16, f16,
+    AttentionConfig, AttentionInputs, AttentionShape, CausalAlignment, CuSeqlens, Element, KvPadding, TensorView,
+    attention_into, attention_varlen_into,
 };
+use fused_attention_fuzz::answer::{assert_right, outputs};
 use fused_attention_fuzz::bounds::Bounds;
-use fused_attention_fuzz::{Memory, Number, Real, Special, Tensor, agree, instruction_sets, normal, offsets};
+use fused_attention_fuzz::{Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -144,18 +145,7 @@ fn mix([batch, head, query, key]: [usize; 4]) -> usize {
 }
 
 fuzz_target!(|case: Case| {
-    match case.types % 10 {
-        0 => run::<f32, f32>(&case),
-        1 => run::<f32, f16>(&case),
-        2 => run::<f32, bf16>(&case),
-        3 => run::<f16, f16>(&case),
-        4 => run::<bf16, bf16>(&case),
-        5 => run::<f16, f32>(&case),
-        6 => run::<bf16, f32>(&case),
-        7 => run::<f16, bf16>(&case),
-        8 => run::<bf16, f16>(&case),
-        _ => run::<f64, f64>(&case),
-    };
+    for_types!(case.types, run, &case);
 });
 
 fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> {
@@ -220,42 +210,14 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
         let config = config.with_instruction_set(set);
         let mut out = Tensor::new(out_shape, strides, T::CANARY, |_| T::CANARY)?;
         let mut logsumexp = vec![T::Acc::NAN; batch * num_heads * q_len];
-        let mut outputs = outputs(&mut out, &mut logsumexp);
-        attention_into(&inputs, &mut outputs, &config).expect("a valid call");
-
-        let mut is_gap = vec![true; out.data.len()];
-        for (i, offset) in offsets(out_shape, out.strides).enumerate() {
-            is_gap[offset] = false;
-            let (found, expected) = (out.data[offset].to_f64(), reference.out[i]);
-            let bound = rows[i / value_dim].out[i % value_dim];
-            let bound = bound + (expected.abs() + bound) * T::ROUNDING + T::SMALLEST_ROUNDING;
-            // An infinite value whose weight is 0 in f32 but not in f64 gives NaN.
-            let lost_weight = expected.is_infinite() && found.is_nan();
-            assert!(
-                agree(found, expected, bound) || lost_weight,
-                "{set}: out[{i}] is {found}, expected {expected} +- {bound:e}"
-            );
-        }
-        for (offset, x) in out.data.iter().enumerate() {
-            assert!(!is_gap[offset] || x.bits() == T::CANARY.bits(), "{set}: the gap at {offset} was written");
-        }
-        for (i, (found, &expected)) in logsumexp.iter().zip(&reference.logsumexp).enumerate() {
-            let (found, bound) = (found.to_f64(), rows[i].logsumexp);
-            assert!(
-                agree(found, expected, bound),
-                "{set}: logsumexp[{i}] is {found}, expected {expected} +- {bound:e}"
-            );
-        }
+        attention_into(&inputs, &mut outputs(&mut out, &mut logsumexp), &config).expect("a valid call");
+        let out_bound = |i: usize| rows[i / value_dim].out[i % value_dim];
+        assert_right(set, &out, &logsumexp, &reference, out_bound, |i| rows[i].logsumexp);
         if let Some(ends) = case.ends {
             packed(&plain, &config, ends);
         }
     }
     Some(())
-}
-
-fn outputs<'a, T: Number>(out: &'a mut Tensor<T>, logsumexp: &'a mut [T::Acc]) -> AttentionOutputs<'a, T> {
-    let view = TensorViewMut::with_strides(&mut out.data, out.shape, out.strides).expect("distinct elements");
-    AttentionOutputs::new(view).with_logsumexp(logsumexp)
 }
 
 /// The first batch entry cut into sequences: each has the bits of a call of its own, and nothing else is written.

@@ -1,5 +1,6 @@
 //! What the fuzz targets draw: element types, sizes, memory layouts, masks, instruction sets.
 
+pub mod answer;
 pub mod bounds;
 pub mod layer;
 
