@@ -203,7 +203,12 @@ impl HostileRotary {
         let shape = [1, heads, seq, dim.saturating_add(1)];
         let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)).filter(|&len| len < MOST);
         let mut data = vec![1.0f32; len?];
-        let mut view = TensorViewMut::from_bhsd(&mut data, shape).expect("as long");
+        let mut view = match TensorViewMut::from_bhsd(&mut data, shape) {
+            Ok(view) => view,
+            // No elements, and strides past every address.
+            Err(AttentionError::SizeOverflow { .. }) => return Some(Some(rotary)),
+            Err(error) => panic!("{error}"),
+        };
         rotary.apply(&mut view, first).expect("no larger than a head");
         // A turn keeps lengths.
         assert!(data.iter().all(|x| x.abs() < 1.415), "{data:?}");
