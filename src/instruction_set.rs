@@ -253,6 +253,7 @@ impl InstructionSet {
 
     /// As [`run`](Self::run) for one of the CPU's own sets ([`has_fma`](Self::has_fma)): `op` is compiled for no other.
     pub(crate) fn run_with_fma<Op: WithTiles>(self, op: Op) -> Op::Output {
+        #[allow(unused_imports)] // where no set has FMA
         use TileSizes as T;
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -299,6 +300,7 @@ pub fn executed_instruction_set(set: InstructionSet) -> &'static str {
         type Output = &'static str;
         #[inline(always)]
         fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, _: S) -> &'static str {
+            #[allow(unused_variables)] // where there is one set
             let set = std::any::TypeId::of::<S>();
             #[cfg(target_arch = "x86_64")]
             if set == std::any::TypeId::of::<V4>() {

@@ -77,7 +77,7 @@ impl Rotary {
     /// Turns the first `rotary_dim` features of each head, with a base of 10000.
     ///
     /// # Errors
-    /// [`AttentionError::InvalidRotaryDim`] where it is 0 or odd.
+    /// [`AttentionError::InvalidRotaryDim`] where it is 0 or odd; [`AttentionError::AllocationFailed`].
     pub fn new(rotary_dim: usize, pairing: RotaryPairing) -> Result<Self, AttentionError> {
         if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
             return Err(AttentionError::InvalidRotaryDim { rotary_dim });
@@ -257,27 +257,31 @@ impl Rotary {
             let exponent = if self.rotary_dim > 2 { dim / (dim - 2.0) } else { 0.0 };
             base = above("base", base * above("factor", factor, 0.0)?.powf(exponent), 0.0)?;
         }
-        let frequencies = (0..self.rotary_dim / 2).map(|pair| base.powf(-2.0 * pair as f64 / dim));
-        self.frequencies = match self.scaling {
-            RotaryScaling::None | RotaryScaling::Ntk { .. } => frequencies.collect(),
+        let pairs = self.rotary_dim / 2;
+        let bytes = pairs.saturating_mul(size_of::<f64>());
+        let mut frequencies = Vec::new();
+        frequencies.try_reserve_exact(pairs).map_err(|_| AttentionError::AllocationFailed { bytes })?;
+        frequencies.extend((0..pairs).map(|pair| base.powf(-2.0 * pair as f64 / dim)));
+        match self.scaling {
+            RotaryScaling::None | RotaryScaling::Ntk { .. } => {}
             RotaryScaling::Linear { factor } => {
                 let factor = above("factor", factor, 0.0)?;
-                frequencies.map(|frequency| frequency / factor).collect()
+                frequencies.iter_mut().for_each(|frequency| *frequency /= factor);
             }
             RotaryScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_len } => {
                 let factor = above("factor", factor, 0.0)?;
                 let low = above("low_freq_factor", low_freq_factor, 0.0)?;
                 let high = above("high_freq_factor", high_freq_factor, low)?;
                 let len = above("original_len", original_len as f64, 0.0)?;
-                let scaled = |frequency: f64| {
-                    let turns = len * frequency / std::f64::consts::TAU;
+                for frequency in &mut frequencies {
+                    let turns = len * *frequency / std::f64::consts::TAU;
                     // 0 up to `low` turns, 1 from `high` on.
                     let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
-                    frequency * (kept + (1.0 - kept) / factor)
-                };
-                frequencies.map(scaled).collect()
+                    *frequency *= kept + (1.0 - kept) / factor;
+                }
             }
-        };
+        }
+        self.frequencies = frequencies;
         // A base or a factor near 0 gives angles that no number holds.
         for frequency in &self.frequencies {
             let value = frequency * 2f64.powi(64);

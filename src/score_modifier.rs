@@ -270,10 +270,13 @@ impl<M: ScoreModifier, N: ScoreModifier> ScoreModifier for (M, N) {
 /// assert_eq!(alibi_slopes(6)[..4], alibi_slopes(4));
 /// assert_eq!(alibi_slopes(6)[4..], [0.5, 0.125]); // of 8: 1/2, (1/4), 1/8
 /// ```
+///
+/// # Panics
+/// Where so many numbers do not fit the address space, as `vec!` does.
 pub fn alibi_slopes(num_heads: usize) -> Vec<f32> {
     let slope = |heads: usize, head: usize| (-8.0 * (head + 1) as f64 / heads as f64).exp2() as f32;
-    let power = if num_heads.is_power_of_two() { num_heads } else { num_heads.next_power_of_two() / 2 };
-    let rest = num_heads - power.min(num_heads);
-    let first = (0..power.min(num_heads)).map(|head| slope(power, head));
+    let power = num_heads.checked_ilog2().map_or(0, |log| 1 << log);
+    let rest = num_heads - power;
+    let first = (0..power).map(|head| slope(power, head));
     first.chain((0..rest).map(|head| slope(2 * power, 2 * head))).collect()
 }

@@ -3,8 +3,6 @@
 //! Pack Q, then for every block of keys up to the last one that any row sees: pack K and V where they do not lie as the
 //! kernels read them, and run the rows against it ([`PrefillBlock`] or [`DecodeBlock`]). Then divide and write.
 
-#![allow(unsafe_code)]
-
 use std::ops::Range;
 use std::{mem, ptr};
 

@@ -6,6 +6,8 @@ mod common;
 #[cfg(feature = "multi-head")]
 #[path = "allocation/multi_head.rs"]
 mod multi_head;
+#[path = "allocation/panics.rs"]
+mod panics;
 
 use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
 use std::cell::Cell;

@@ -10,10 +10,12 @@
 use arbitrary::Arbitrary;
 use fused_attention::reference;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask,
-    TensorView, TensorViewMut, attention_into, bf16, f16,
+    AttentionConfig, AttentionInputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask, attention_into,
 };
-use fused_attention_fuzz::{Masked, Memory, Number, Real, instruction_sets, offsets, reach};
+use fused_attention_fuzz::answer::{assert_right, outputs};
+use fused_attention_fuzz::{
+    Masked, Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, offsets,
+};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -40,80 +42,15 @@ struct Case {
     specials: [Option<Special>; 4],
 }
 
-/// A value that is not a plain number, somewhere.
-#[derive(Debug, Clone, Copy, Arbitrary)]
-struct Special {
-    tensor: u8,
-    place: u32,
-    kind: u8,
-    payload: u32,
-}
-
-impl Special {
-    fn value<T: Number>(self) -> T {
-        let infinity = T::rounded(f64::INFINITY).bits();
-        match self.kind % 4 {
-            0 => T::from_low_bits(infinity),
-            1 => T::rounded(f64::NEG_INFINITY),
-            2 => T::rounded(0.0),
-            // Any NaN: exponent all ones, some bit below it.
-            _ => T::from_low_bits(u64::from(self.payload) << 32 >> self.payload % 33 | infinity | 1),
-        }
-    }
-}
-
 const SCALES: [f64; 8] = [0.0, 0.125, 0.5, 1.0, 2.5, -0.125, -1.0, 1e-3];
 
-/// A tensor over its own memory, of which nothing lies past the last element.
-struct Tensor<T> {
-    data: Box<[T]>,
-    shape: [usize; 4],
-    strides: [usize; 4],
-}
-
-impl<T: Number> Tensor<T> {
-    fn new(shape: [usize; 4], strides: Option<[usize; 4]>, mut value: impl FnMut([usize; 4]) -> T) -> Option<Self> {
-        let strides = strides?;
-        let mut data = vec![T::CANARY; reach(shape, strides)?].into_boxed_slice();
-        let [_, heads, len, dims] = shape;
-        for (i, offset) in offsets(shape, strides).enumerate() {
-            data[offset] = value([i / dims / len / heads, i / dims / len % heads, i / dims % len, i % dims]);
-        }
-        Some(Self { data, shape, strides })
-    }
-
-    /// Contiguous, in logical order.
-    fn values(&self) -> Vec<T::Acc> {
-        offsets(self.shape, self.strides).map(|offset| self.data[offset].to_acc()).collect()
-    }
-
-    fn view(&self) -> TensorView<'_, T> {
-        TensorView::with_strides(&self.data, self.shape, self.strides).expect("large enough by construction")
-    }
-}
-
-/// xorshift64*, to about N(0, 1) in steps of 1/64: the sum of four uniform numbers.
-fn normal(state: &mut u64) -> f64 {
-    *state ^= *state >> 12;
-    *state ^= *state << 25;
-    *state ^= *state >> 27;
-    let bytes = state.wrapping_mul(0x2545_f491_4f6c_dd1d).to_be_bytes();
-    (bytes[..4].iter().map(|&byte| i32::from(byte)).sum::<i32>() - 510) as f64 / 148.0
+/// Contiguous, in logical order.
+fn values<T: Number>(tensor: &Tensor<T>) -> Vec<T::Acc> {
+    offsets(tensor.shape, tensor.strides).map(|offset| tensor.data[offset].to_acc()).collect()
 }
 
 fuzz_target!(|case: Case| {
-    match case.types % 10 {
-        0 => run::<f32, f32>(&case),
-        1 => run::<f32, f16>(&case),
-        2 => run::<f32, bf16>(&case),
-        3 => run::<f16, f16>(&case),
-        4 => run::<bf16, bf16>(&case),
-        5 => run::<f16, f32>(&case),
-        6 => run::<bf16, f32>(&case),
-        7 => run::<f16, bf16>(&case),
-        8 => run::<bf16, f16>(&case),
-        _ => run::<f64, f64>(&case),
-    };
+    for_types!(case.types, run, &case);
 });
 
 fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> {
@@ -154,52 +91,32 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     let shape = AttentionShape::of(&inputs).expect("the sizes agree");
 
     let reference = reference::attention(&inputs, &config).expect("a valid call");
-    let contiguous = [q.values(), k.values(), v.values()];
+    let contiguous = [values(&q), values(&k), values(&v)];
     let rows: Vec<Row<T::Acc>> =
         (0..batch * num_heads * q_len).map(|row| Row::new(&contiguous, &config, &shape, inputs.kv_lens, row)).collect();
 
     let out_shape = [batch, num_heads, q_len, value_dim];
     let strides = case.memory[3].strides(out_shape);
     for set in instruction_sets() {
-        let mut out = Tensor::new(out_shape, strides, |_| T::CANARY)?;
+        let mut out = Tensor::new(out_shape, strides, T::CANARY, |_| T::CANARY)?;
         let mut logsumexp = vec![T::Acc::NAN; batch * num_heads * q_len];
-        let view = TensorViewMut::with_strides(&mut out.data, out_shape, out.strides).expect("distinct elements");
-        let mut outputs = AttentionOutputs::new(view).with_logsumexp(&mut logsumexp);
-        attention_into(&inputs, &mut outputs, &config.with_instruction_set(set)).expect("a valid call");
+        attention_into(&inputs, &mut outputs(&mut out, &mut logsumexp), &config.with_instruction_set(set))
+            .expect("a valid call");
 
-        let mut is_gap = vec![true; out.data.len()];
-        for (i, offset) in offsets(out_shape, out.strides).enumerate() {
-            is_gap[offset] = false;
+        let out_bound = |i: usize| {
             let row = &rows[i / value_dim];
-            let (found, expected) = (out.data[offset].to_f64(), reference.out[i]);
-            let unfused_error = (row.unfused[i % value_dim].to_f64() - expected).abs();
-            let bound = 2.0 * unfused_error + row.roundings[i % value_dim];
-            let bound = bound + (expected.abs() + bound) * T::ROUNDING + T::SMALLEST_ROUNDING;
-            // An infinite value whose weight is 0 in f32 but not in f64 gives NaN.
-            let lost_weight = expected.is_infinite() && found.is_nan();
-            assert!(
-                agree(found, expected, bound) || lost_weight,
-                "{set}: out[{i}] is {found}, expected {expected} +- {bound:e}"
-            );
-        }
-        for (offset, x) in out.data.iter().enumerate() {
-            assert!(!is_gap[offset] || x.bits() == T::CANARY.bits(), "{set}: the gap at {offset} was written");
-        }
-        for (i, (found, expected)) in logsumexp.iter().zip(&reference.logsumexp).enumerate() {
-            let bound = rows[i].logsumexp_roundings * expected.abs().max(1.0);
-            let found = found.to_f64();
-            assert!(
-                agree(found, *expected, bound),
-                "{set}: logsumexp[{i}] is {found}, expected {expected} +- {bound:e}"
-            );
-        }
+            let unfused_error = (row.unfused[i % value_dim].to_f64() - reference.out[i]).abs();
+            2.0 * unfused_error + row.roundings[i % value_dim]
+        };
+        let logsumexp_bound = |i: usize| rows[i].logsumexp_roundings * reference.logsumexp[i].abs().max(1.0);
+        assert_right(set, &out, &logsumexp, &reference, out_bound, logsumexp_bound);
     }
     Some(())
 }
 
 fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 4]) -> Option<Tensor<T>> {
     let strides = case.memory[which].input_strides(shape);
-    let mut tensor = Tensor::new(shape, strides, |[_, _, position, dim]| {
+    let mut tensor = Tensor::new(shape, strides, T::CANARY, |[_, _, position, dim]| {
         T::rounded(match (case.ascending, which, dim) {
             (true, 0, 0) => 1.0,
             (true, 1, 0) => position as f64 / 4.0,
@@ -207,21 +124,9 @@ fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 
         })
     })?;
     for special in case.specials.iter().flatten().filter(|special| usize::from(special.tensor % 3) == which) {
-        let len = tensor.data.len();
-        if len > 0 {
-            tensor.data[special.place as usize % len] = special.value();
-        }
+        special.put(&mut tensor.data);
     }
     Some(tensor)
-}
-
-/// NaN where NaN is expected, the same infinity where that is, else within `bound`.
-fn agree(found: f64, expected: f64, bound: f64) -> bool {
-    if expected.is_finite() {
-        found.is_finite() && !((found - expected).abs() > bound) // no bound where the unfused version gave NaN
-    } else {
-        found == expected || found.is_nan() && expected.is_nan()
-    }
 }
 
 /// What the bounds of a row are made of.

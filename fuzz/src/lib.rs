@@ -1,9 +1,13 @@
 //! What the fuzz targets draw: element types, sizes, memory layouts, masks, instruction sets.
 
+pub mod answer;
+pub mod bounds;
+pub mod layer;
+
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 use arbitrary::Arbitrary;
-use fused_attention::{Accumulator, AttentionConfig, CausalAlignment, Element, InstructionSet, bf16, f16};
+use fused_attention::{Accumulator, AttentionConfig, CausalAlignment, Element, InstructionSet, TensorView, bf16, f16};
 
 /// Bits of a NaN that no computation makes: marks memory that must, or must not, be written.
 pub const CANARY: u32 = 0xffed_cafe;
@@ -183,4 +187,81 @@ impl Masked {
 /// Every set that can run here, the wide portable ones included.
 pub fn instruction_sets() -> Vec<InstructionSet> {
     InstructionSet::available().chain([InstructionSet::portable_256(), InstructionSet::portable_512()]).collect()
+}
+
+/// A value that is not a plain number, somewhere.
+#[derive(Debug, Clone, Copy, Arbitrary)]
+pub struct Special {
+    pub tensor: u8,
+    place: u32,
+    kind: u8,
+    payload: u32,
+}
+
+impl Special {
+    /// Puts it into the memory of a tensor, if that has any.
+    pub fn put<T: Number>(self, data: &mut [T]) {
+        let len = data.len();
+        if len > 0 {
+            data[self.place as usize % len] = self.value();
+        }
+    }
+
+    fn value<T: Number>(self) -> T {
+        let infinity = T::rounded(f64::INFINITY).bits();
+        match self.kind % 4 {
+            0 => T::from_low_bits(infinity),
+            1 => T::rounded(f64::NEG_INFINITY),
+            2 => T::rounded(0.0),
+            // Any NaN: exponent all ones, some bit below it.
+            _ => T::from_low_bits(u64::from(self.payload) << 32 >> self.payload % 33 | infinity | 1),
+        }
+    }
+}
+
+/// A tensor over its own memory, of which nothing lies past the last element.
+pub struct Tensor<T> {
+    pub data: Box<[T]>,
+    pub shape: [usize; 4],
+    pub strides: [usize; 4],
+}
+
+impl<T: Copy> Tensor<T> {
+    /// `between` is what lies in the gaps.
+    pub fn new(
+        shape: [usize; 4],
+        strides: Option<[usize; 4]>,
+        between: T,
+        mut value: impl FnMut([usize; 4]) -> T,
+    ) -> Option<Self> {
+        let strides = strides?;
+        let mut data = vec![between; reach(shape, strides)?].into_boxed_slice();
+        let [_, heads, len, dims] = shape;
+        for (i, offset) in offsets(shape, strides).enumerate() {
+            data[offset] = value([i / dims / len / heads, i / dims / len % heads, i / dims % len, i % dims]);
+        }
+        Some(Self { data, shape, strides })
+    }
+
+    pub fn view(&self) -> TensorView<'_, T> {
+        TensorView::with_strides(&self.data, self.shape, self.strides).expect("large enough by construction")
+    }
+}
+
+/// xorshift64*, to about N(0, 1) in steps of 1/64: the sum of four uniform numbers.
+pub fn normal(state: &mut u64) -> f64 {
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    let bytes = state.wrapping_mul(0x2545_f491_4f6c_dd1d).to_be_bytes();
+    (bytes[..4].iter().map(|&byte| i32::from(byte)).sum::<i32>() - 510) as f64 / 148.0
+}
+
+/// NaN where NaN is expected, the same infinity where that is, else within `bound`.
+pub fn agree(found: f64, expected: f64, bound: f64) -> bool {
+    if expected.is_finite() {
+        found.is_finite() && !((found - expected).abs() > bound) // no bound where that is NaN
+    } else {
+        found == expected || found.is_nan() && expected.is_nan()
+    }
 }

@@ -14,6 +14,7 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use core::any::TypeId;
 
 use half::{bf16, f16};
@@ -193,6 +194,7 @@ pub(crate) unsafe fn narrow_bf16<S: Simd>(_simd: S, value: S::f32s, to: *mut bf1
     }
 }
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
 fn is<S: 'static, Set: 'static>() -> bool {
     TypeId::of::<S>() == TypeId::of::<Set>()

@@ -62,7 +62,8 @@ impl<'c, 'i, T: Element<Acc = f32>> Call<'c, 'i, T> {
                 projection.apply(joined..all, source, second.rows_mut(data), widened, *threads)?;
             }
         }
-        if let Some(rotary) = &layer.rotary {
+        // Without tokens nothing bounds the number of sequences: a loop over them might not end.
+        if let Some(rotary) = layer.rotary.as_ref().filter(|_| x.count > 0 || source.count > 0) {
             for sequence in 0..q.batch {
                 let first = inputs.first_position.saturating_add(held.map_or(0, |held| held[sequence]));
                 let tokens = |rows: TokenRows| rows.of_sequence(sequence, self.tokens(sequence, rows.seq));

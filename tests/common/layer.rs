@@ -201,20 +201,33 @@ impl TextbookLayer {
     pub fn assert_near(
         &self,
         found: &[f32],
+        operands: (&[f64], Option<&[f64]>),
+        sees: Sees<'_>,
+        what: &dyn std::fmt::Debug,
+    ) {
+        self.assert_all_near(&[found], operands, sees, what);
+    }
+
+    /// The same of several results of one call.
+    pub fn assert_all_near(
+        &self,
+        results: &[&[f32]],
         (x, source): (&[f64], Option<&[f64]>),
         sees: Sees<'_>,
         what: &dyn std::fmt::Debug,
     ) {
         let right = self.forward::<f64>(x, source, sees, 0);
         let plain = self.forward::<f32>(x, source, sees, 0);
-        assert_eq!(found.len(), right.len(), "{what:?}");
         let largest = right.iter().fold(1.0f64, |largest, x| largest.max(x.abs()));
         let error = |found: &[f32]| {
             found.iter().zip(&right).map(|(&found, right)| (f64::from(found) - right).abs()).fold(0.0, f64::max)
         };
         let bound = 2.0 * error(&plain) + 16.0 * largest * f64::from(f32::EPSILON);
-        assert!(found.iter().all(|x| x.is_finite()), "{what:?}: {found:?}");
-        assert!(error(found) <= bound, "{what:?}: error {:e}, bound {bound:e}", error(found));
+        for found in results {
+            assert_eq!(found.len(), right.len(), "{what:?}");
+            assert!(found.iter().all(|x| x.is_finite()), "{what:?}: {found:?}");
+            assert!(error(found) <= bound, "{what:?}: error {:e}, bound {bound:e}", error(found));
+        }
     }
 }
 

@@ -56,7 +56,15 @@ pub fn by_profile<T>(default: T, quick_one: T) -> T {
 
 /// `all` for f32 alone, in the default profile; else `few`: what a type does not change need not be repeated for each.
 pub fn by_types<T: Number, K: Number, U>(all: U, few: U) -> U {
-    if T::NAME == "f32" && K::NAME == "f32" { by_profile(all, few) } else { few }
+    by_cost::<T, K, U>(all, |_| few)
+}
+
+/// The same with a choice among the few: with `true`, of other types than f32 in the quick profile, which runs under emulators.
+pub fn by_cost<T: Number, K: Number, U>(all: U, few: impl FnOnce(bool) -> U) -> U {
+    match (T::NAME == "f32" && K::NAME == "f32", quick()) {
+        (true, false) => all,
+        (is_f32, quick) => few(quick && !is_f32),
+    }
 }
 
 /// The sets that every law is checked on: all that this CPU has and the wide portable ones, or the one named by

@@ -110,8 +110,11 @@ fn size_overflow() {
         assert_eq!(TensorViewMut::with_strides(&mut data, shape, strides).unwrap_err(), expected);
     }
     for constructor in [TensorView::from_bhsd, TensorView::from_bshd] {
-        let error = constructor(&data, [2, 2, half, 2]).unwrap_err();
-        assert!(matches!(error, AttentionError::SizeOverflow { .. }), "{error}");
+        // The second has no elements, and strides past every address.
+        for shape in [[2, 2, half, 2], [1, 0, half - 68, 593]] {
+            let error = constructor(&data, shape).unwrap_err();
+            assert!(matches!(error, AttentionError::SizeOverflow { .. }), "{error}");
+        }
     }
 }
 

@@ -202,3 +202,33 @@ fn long_rows_of_several_heads_in_token_major_memory_are_all_written() {
         assert_eq!(out, [[1.0f32; 8], [2.0; 8]].concat(), "{set}");
     }
 }
+
+/// Sequences without tokens were counted one by one to turn none of them, however many there were.
+#[cfg(feature = "multi-head")]
+#[test]
+fn sequences_without_tokens_are_not_turned_one_by_one() {
+    use crate::common::layer::{Form, TextbookLayer, TextbookRotary};
+    use fused_attention::{MultiHeadInputs, MultiHeadShape, MultiHeadWorkspace, RotaryPairing};
+
+    let mut textbook = TextbookLayer::normal::<f32>(MultiHeadShape::new(8, 2).unwrap(), [true; 4], 1);
+    textbook.rotary = Some(TextbookRotary { dim: 4, pairing: RotaryPairing::HalfSplit, base: 1e4 });
+    let layer = textbook.layer::<f32>(Form::ALL[0]).unwrap();
+    for batch in [1 << (usize::BITS - 8), usize::MAX] {
+        let inputs = MultiHeadInputs::new(&[], [batch, 0, 8]);
+        let mut workspace = MultiHeadWorkspace::new();
+        layer.project(&inputs, &AttentionConfig::causal(), &mut workspace).unwrap();
+        let source = inputs.with_source(&[], [batch, 0, 8]);
+        layer.project(&source, &AttentionConfig::causal(), &mut workspace).unwrap();
+        let _ = layer.forward(&inputs, &AttentionConfig::causal()); // ends
+    }
+}
+
+/// A rotary embedding of more pairs than memory holds ended the process.
+#[test]
+fn rotary_dims_that_memory_cannot_hold_are_an_error() {
+    use fused_attention::{AttentionError, Rotary, RotaryPairing};
+    for pairs in [usize::MAX / 2, isize::MAX as usize / 4] {
+        let error = Rotary::new(2 * pairs, RotaryPairing::HalfSplit).unwrap_err();
+        assert_eq!(error, AttentionError::AllocationFailed { bytes: pairs.saturating_mul(8) });
+    }
+}

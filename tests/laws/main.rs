@@ -4,13 +4,20 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod audit;
 mod bits;
 mod decode;
 mod element_types;
+mod error_variants;
 mod errors;
 mod faults;
 mod found;
+#[cfg(unix)]
 mod guard_pages;
+#[cfg(unix)]
+mod guard_pages_calls;
+#[cfg(unix)]
+mod guarded;
 mod kv_cache;
 mod kv_cache_errors;
 mod masks;
@@ -30,5 +37,6 @@ mod non_finite;
 mod proptest_reference;
 mod real_model;
 mod semantics;
+mod sizes;
 mod varlen;
 mod weights;

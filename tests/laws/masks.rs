@@ -1,7 +1,7 @@
 //! Windows, prefixes, offsets, boolean masks and biases: what a row sees, what it costs, and what hidden keys cannot do.
 
 use crate::common::{
-    BoolTensor, Expected, Layout, Number, Operands, Problem, Tensor, by_profile, by_types, for_each_pair,
+    BoolTensor, Expected, Layout, Number, Operands, Problem, Tensor, by_cost, by_profile, by_types, for_each_pair,
     instruction_sets, one_head, run_on,
 };
 use fused_attention::{
@@ -41,7 +41,9 @@ fn shapes<T: Number, K: Number>() -> Vec<AttentionShape> {
         AttentionShape { q_len: 1, kv_len: 300, ..base },
         AttentionShape { q_len: 5, kv_len: 2, num_kv_heads: 4, ..base },
     ];
-    by_types::<T, K, _>(shapes.to_vec(), shapes[..2].to_vec())
+    let small = AttentionShape { batch: 1, q_len: 23, kv_len: 49, ..base };
+    let few = [small, AttentionShape { q_len: 2, ..small }];
+    by_cost::<T, K, _>(shapes.to_vec(), |is_slow| if is_slow { few.to_vec() } else { shapes[..2].to_vec() })
 }
 
 fn assert_right<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, config: &AttentionConfig) {

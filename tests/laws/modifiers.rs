@@ -2,7 +2,7 @@
 
 use crate::common::by_profile;
 use crate::common::{
-    Expected, Layout, Number, Operands, Problem, Tensor, by_types, for_each_pair, instruction_sets, one_head, run_on,
+    Expected, Layout, Number, Operands, Problem, Tensor, by_cost, for_each_pair, instruction_sets, one_head, run_on,
 };
 use fused_attention::{
     AttentionConfig, AttentionError, AttentionOutputs, AttentionPlan, AttentionShape, CausalAlignment, InstructionSet,
@@ -20,7 +20,9 @@ fn shapes<T: Number, K: Number>() -> Vec<AttentionShape> {
         AttentionShape { batch: 1, q_len: 6, kv_len: 1700, head_dim: 8, value_dim: 8, ..base },
         AttentionShape { q_len: 4, kv_len: 3, ..base },
     ];
-    by_types::<T, K, _>(shapes.to_vec(), shapes[..3].to_vec())
+    let small = AttentionShape { batch: 1, q_len: 23, kv_len: 49, ..base };
+    let few = [small, AttentionShape { q_len: 2, ..small }];
+    by_cost::<T, K, _>(shapes.to_vec(), |is_slow| if is_slow { few.to_vec() } else { shapes[..3].to_vec() })
 }
 
 fn assert_right<T: Number, K: Number<Real = T::Real>>(problem: &Problem<T, K>, config: &AttentionConfig) {

@@ -179,22 +179,23 @@ fn the_layer_is_the_textbooks() {
 fn wide_layers_are_the_textbooks() {
     fn check<T: Number<Real = f32>>(forms_of_lengths: &[(Form, usize)]) {
         let shape =
-            MultiHeadShape { num_kv_heads: 2, head_dim: 60, ..MultiHeadShape::new(by_profile(1024, 768), 8).unwrap() };
+            MultiHeadShape { num_kv_heads: 2, head_dim: 60, ..MultiHeadShape::new(by_profile(1024, 640), 8).unwrap() };
         let textbook = TextbookLayer::normal::<T>(shape, [true, false, true, false], 5);
         for &(form, q_len) in forms_of_lengths {
             let x = normal_tokens(q_len * shape.d_model, 6);
             let layer: MultiHeadAttention<'_, T> = textbook.layer(form).unwrap();
-            for parallelism in [Parallelism::Serial, Parallelism::default()] {
-                let config = AttentionConfig::causal().with_parallelism(parallelism);
-                let out =
-                    layer.forward(&MultiHeadInputs::new(&as_f32(&x), [1, q_len, shape.d_model]), &config).unwrap();
-                textbook.assert_near(&out, (&x, None), &sees(&config, q_len, q_len), &(T::NAME, form, parallelism));
-            }
+            let inputs = as_f32(&x);
+            let inputs = MultiHeadInputs::new(&inputs, [1, q_len, shape.d_model]);
+            let config = AttentionConfig::causal();
+            let [serial, shared] = [Parallelism::Serial, Parallelism::default()]
+                .map(|parallelism| layer.forward(&inputs, &config.with_parallelism(parallelism)).unwrap());
+            let sees = sees(&config, q_len, q_len);
+            textbook.assert_all_near(&[&serial, &shared], (&x, None), &sees, &(T::NAME, form));
         }
     }
     let [out_in, in_out, fused_out_in, fused_in_out] = Form::ALL;
     let all = [(out_in, 1), (fused_in_out, 1), (in_out, 5), (fused_out_in, 20)];
-    check::<f32>(by_profile(&all, &[(out_in, 1), (fused_out_in, 7)]));
+    check::<f32>(by_profile(&all, &[(out_in, 1), (fused_out_in, 5)]));
     check::<bf16>(by_profile(&all, &[(fused_in_out, 1), (in_out, 5)]));
     if !quick() {
         check::<f16>(&all);

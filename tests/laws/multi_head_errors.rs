@@ -188,6 +188,7 @@ fn caches_that_do_not_fit_are_refused() {
     assert_eq!(error, AttentionError::NotWithCache { operand: "source" });
 }
 
+#[cfg(target_pointer_width = "64")]
 #[test]
 fn a_workspace_that_cannot_be_had_is_an_error() {
     let (layer, config) = (layer(self_attention()), AttentionConfig::causal());
@@ -206,7 +207,7 @@ fn calls_without_tokens_are_done_or_refused() {
         for (shape, is_done) in [
             ([0, 0, 12], true),
             ([usize::MAX, 0, 12], false),
-            ([0, 1 << 40, 12], true),
+            ([0, usize::MAX >> 24, 12], true),
             ([0, usize::MAX / 12, 12], true),
             ([0, usize::MAX, 12], false),
         ] {

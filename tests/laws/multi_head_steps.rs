@@ -190,7 +190,7 @@ fn reserved_workspaces_need_not_grow() {
         let layer: MultiHeadAttention = TextbookLayer::normal::<f32>(shape, [false; 4], 1).layer(Form::ALL[0]).unwrap();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let config = AttentionConfig::causal();
-        let capacity = by_profile(4000, 2000);
+        let capacity = by_profile(4000, 1700);
         for new in by_profile(vec![1, 3, 20], vec![1, 20]) {
             pool.install(|| {
                 let mut workspace = MultiHeadWorkspace::new();
@@ -211,7 +211,7 @@ fn reserved_workspaces_need_not_grow() {
                     assert_eq!(workspace.len(), reserved, "{threads} threads, {new} tokens behind {held}, {shape:?}");
                     // On to a longer cache, by keys of which nothing matters but their number.
                     cache.truncate(held).unwrap();
-                    let more = (held / 3).clamp(1, 200).min(capacity - held);
+                    let more = (held / by_profile(3, 2)).clamp(1, by_profile(200, 300)).min(capacity - held);
                     let [k, v] =
                         [shape.head_dim, shape.value_dim].map(|dim| vec![0.5f32; 2 * shape.num_kv_heads * more * dim]);
                     let k = TensorView::from_bhsd(&k, [2, shape.num_kv_heads, more, shape.head_dim]).unwrap();
