@@ -3,11 +3,21 @@
 pub mod answer;
 pub mod bounds;
 pub mod layer;
+pub mod packed;
+pub mod scores;
 
+use std::ffi::{CStr, c_char};
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 use arbitrary::Arbitrary;
 use fused_attention::{Accumulator, AttentionConfig, CausalAlignment, Element, InstructionSet, TensorView, bf16, f16};
+
+/// AddressSanitizer asks for this when a target starts: what is too large to allocate comes back as an error, and does not end the process.
+#[unsafe(no_mangle)]
+extern "C" fn __asan_default_options() -> *const c_char {
+    const OPTIONS: &CStr = c"allocator_may_return_null=1";
+    OPTIONS.as_ptr()
+}
 
 /// Bits of a NaN that no computation makes: marks memory that must, or must not, be written.
 pub const CANARY: u32 = 0xffed_cafe;
