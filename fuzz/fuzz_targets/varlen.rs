@@ -84,7 +84,7 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     }
     let [total_q, total_k] =
         [0, 1].map(|side| cu_seqlens[side].last().unwrap_or(&0) + usize::from(case.behind[side] % 8));
-    if num_heads * total_q * total_k * (head_dim + value_dim) > 1 << 18 {
+    if num_heads * total_q * total_k * (head_dim + value_dim) > 1 << 15 {
         return None;
     }
 
