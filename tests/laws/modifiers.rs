@@ -1,9 +1,9 @@
 //! Softcap, ALiBi, sinks and functions of a user's own.
 
-use crate::common::by_profile;
 use crate::common::{
     Expected, Layout, Number, Operands, Problem, Tensor, by_cost, for_each_pair, instruction_sets, one_head, run_on,
 };
+use crate::common::{bits, by_profile};
 use fused_attention::{
     AttentionConfig, AttentionError, AttentionOutputs, AttentionPlan, AttentionShape, CausalAlignment, InstructionSet,
     ScoreContext, ScoreModifier, ScoreVector, Workspace, alibi_slopes, attention, attention_into_with_modifier,
@@ -238,6 +238,32 @@ impl ScoreModifier for Nothing {
     #[inline(always)]
     fn modify<V: ScoreVector>(&self, score: V, _: &ScoreContext<'_, V>) -> V {
         score
+    }
+}
+
+/// The score, negated twice.
+struct Mirrored;
+
+impl ScoreModifier for Mirrored {
+    #[inline(always)]
+    fn modify<V: ScoreVector>(&self, score: V, _: &ScoreContext<'_, V>) -> V {
+        -(-score)
+    }
+}
+
+#[test]
+fn borrowed_and_combined_modifiers_do_what_they_hold() {
+    let slopes = [0.5, 0.25, 0.125, 0.0625];
+    let everything = Everything { slopes: &slopes, softcap: 3.0 };
+    let shape = AttentionShape { batch: 2, num_heads: 4, num_kv_heads: 2, ..one_head(30, 60, 8, 8) };
+    for shape in [shape, AttentionShape { q_len: 2, ..shape }] {
+        let problem: Problem = Problem::normal(&shape, 9);
+        for set in instruction_sets() {
+            let config = AttentionConfig::causal().with_instruction_set(set);
+            let expected = attention_with_modifier(&problem.inputs(), &config, &everything).unwrap();
+            let found = attention_with_modifier(&problem.inputs(), &config, &(Mirrored, &everything)).unwrap();
+            assert_eq!(bits(&found), bits(&expected), "{set} {shape:?}");
+        }
     }
 }
 
