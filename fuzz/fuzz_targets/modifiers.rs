@@ -13,7 +13,7 @@ use fused_attention_fuzz::answer::{assert_right, outputs};
 use fused_attention_fuzz::bounds::Bounds;
 use fused_attention_fuzz::packed::assert_separate;
 use fused_attention_fuzz::scores::{Visible, sinks, slopes};
-use fused_attention_fuzz::{Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal};
+use fused_attention_fuzz::{Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, put_specials};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -206,8 +206,6 @@ fn first_entry<'a, T: Copy>(view: &TensorView<'a, T>) -> TensorView<'a, T> {
 fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 4]) -> Option<Tensor<T>> {
     let strides = case.memory[which].input_strides(shape);
     let mut tensor = Tensor::new(shape, strides, T::CANARY, |_| T::rounded(normal(state)))?;
-    for special in case.specials.iter().flatten().filter(|special| usize::from(special.tensor % 3) == which) {
-        special.put(&mut tensor.data);
-    }
+    put_specials(&case.specials, which, &mut tensor.data);
     Some(tensor)
 }

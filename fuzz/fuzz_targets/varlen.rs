@@ -13,7 +13,9 @@ use fused_attention::{
 use fused_attention_fuzz::answer::outputs;
 use fused_attention_fuzz::packed::assert_separate;
 use fused_attention_fuzz::scores::{Visible, sinks, slopes};
-use fused_attention_fuzz::{Memory, Number, Real, Size, Special, Tensor, for_types, instruction_sets, normal};
+use fused_attention_fuzz::{
+    Memory, Number, Real, Size, Special, Tensor, for_types, instruction_sets, normal, put_specials,
+};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -175,8 +177,6 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
 fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 4]) -> Option<Tensor<T>> {
     let strides = case.memory[which].input_strides(shape);
     let mut tensor = Tensor::new(shape, strides, T::CANARY, |_| T::rounded(normal(state)))?;
-    if let Some(special) = case.special.filter(|special| usize::from(special.tensor % 3) == which) {
-        special.put(&mut tensor.data);
-    }
+    put_specials(&[case.special], which, &mut tensor.data);
     Some(tensor)
 }

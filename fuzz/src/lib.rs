@@ -202,7 +202,7 @@ pub fn instruction_sets() -> Vec<InstructionSet> {
 /// A value that is not a plain number, somewhere.
 #[derive(Debug, Clone, Copy, Arbitrary)]
 pub struct Special {
-    pub tensor: u8,
+    tensor: u8,
     place: u32,
     kind: u8,
     payload: u32,
@@ -210,7 +210,7 @@ pub struct Special {
 
 impl Special {
     /// Puts it into the memory of a tensor, if that has any.
-    pub fn put<T: Number>(self, data: &mut [T]) {
+    fn put<T: Number>(self, data: &mut [T]) {
         let len = data.len();
         if len > 0 {
             data[self.place as usize % len] = self.value();
@@ -227,6 +227,15 @@ impl Special {
             _ => T::from_low_bits(u64::from(self.payload) << 32 >> self.payload % 33 | infinity | 1),
         }
     }
+}
+
+/// Puts those of tensor `which` of three (Q, K, V) into its memory.
+pub fn put_specials<T: Number>(specials: &[Option<Special>], which: usize, data: &mut [T]) {
+    specials
+        .iter()
+        .flatten()
+        .filter(|special| usize::from(special.tensor % 3) == which)
+        .for_each(|special| special.put(data));
 }
 
 /// A tensor over its own memory, of which nothing lies past the last element.
