@@ -162,6 +162,8 @@ struct Busy<'a> {
     small: AttentionInputs<'a, f32>,
     expected: &'a [f32],
     config: AttentionConfig,
+    /// Parameters from one whole call to the next.
+    interval: usize,
     parameters: AtomicUsize,
     vectors: AtomicUsize,
 }
@@ -171,7 +173,7 @@ impl ScoreModifier for Busy<'_> {
 
     /// Now and then a whole call, on whose threads this one waits.
     fn parameter(&self, _: usize, _: usize, head: usize) -> f64 {
-        if self.parameters.fetch_add(1, Ordering::Relaxed).is_multiple_of(by_profile(8, 64)) {
+        if self.parameters.fetch_add(1, Ordering::Relaxed).is_multiple_of(self.interval) {
             let (one, other) =
                 rayon::join(|| attention(&self.small, &self.config), || attention(&self.small, &self.config));
             assert!(one.unwrap() == self.expected && other.unwrap() == self.expected);
@@ -200,7 +202,8 @@ fn score_functions_may_use_the_pool_themselves() {
                 let config = AttentionConfig::causal().with_instruction_set(set);
                 let expected = attention(&small.inputs(), &config.with_parallelism(Parallelism::Serial)).unwrap();
                 let (parameters, vectors) = (AtomicUsize::new(0), AtomicUsize::new(0));
-                let busy = Busy { small: small.inputs(), expected: &expected, config, parameters, vectors };
+                let interval = by_profile(8, 64);
+                let busy = Busy { small: small.inputs(), expected: &expected, config, interval, parameters, vectors };
                 let run = |parallelism| {
                     let mut out = common::Tensor::<f32>::unwritten(problem.out_shape(), common::Layout::Bhsd);
                     let mut outputs = AttentionOutputs::new(out.view_mut());

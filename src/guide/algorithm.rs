@@ -26,35 +26,36 @@
 //! one: they stay in the L1 cache (FlashAttention, Dao et al. 2022).
 //!
 //! Where the code departs from that:
-//! 1. Scores are kept times `log2(e)`, so that `exp` is an `exp2`: the integer part goes into the exponent by an addition, a polynomial makes the rest.
-//! 2. While no maximum of a panel rises, `rescale` is 1 everywhere and is left out.
-//! 3. A row that has seen no key yet has `m` of negative infinity; its `rescale` is taken as 0, which `exp(-inf - -inf)` is not.
-//! 4. What is visible decides only which blocks are computed and which of their scores are set to negative infinity. Blocks that nobody sees are never read; V of a hidden key is
-//!    taken as 0 where it is not finite, so that `0 * NaN` does not reach anyone.
+//! 1. `log2(e)` is multiplied in inside the exponential, after the maximum was subtracted, where it costs nothing and rounds no score; in front of it, folded into Q, it
+//!    would round each score by its size.
+//! 2. The exponential of 0 is exactly 1, so a block that does not raise the maximum changes nothing of what was there.
+//! 3. While a row has seen no key, its maximum is negative infinity, and 0 is subtracted instead: `-inf - -inf` would be NaN.
+//! 4. What is visible decides only which blocks are computed and which of their scores are set to negative infinity. Blocks that nobody sees are never read. A weight of 0
+//!    would not keep a NaN in V from a row (`0 * NaN`), so blocks with hidden keys are searched for what is not finite, and it is kept from those who do not see it.
 //!
 //! # Prefill: rows in the lanes
-//! A task is up to 512 rows of one KV head; the queries of a group of heads are rows side by side, as they read the same keys. Its Q is packed once into panels of some 16 rows, feature by
+//! A task is up to 512 rows of one KV head; the queries of a group of heads are rows side by side, as they read the same keys. Its Q is packed once into panels of 8 to 32 rows, feature by
 //! feature, so that a vector holds one feature of several rows. Then, for every block of 192 keys and every panel:
 //!
 //! ```text
-//! scores tile   keys x rows: for each feature, load a vector or two of Q, broadcast k, multiply and add       registers: 12 x 2 accumulators (AVX-512)
+//! scores tile   keys x rows: for each feature, load the vectors of Q, broadcast k, multiply and add       registers: 12 x 2 accumulators (AVX-512)
 //! softmax       down the columns: maximum, exponential, sum; vertical operations, a row in each lane         from L1 to L1
-//! values tile   features x rows: for each key, load a vector or two of probabilities, broadcast v            registers: the same tile
+//! values tile   features x rows: for each key, load the vectors of probabilities, broadcast v           registers: the same tile
 //! ```
 //!
-//! With rows in the lanes the softmax needs no shuffles, the causal edge is a comparison with a vector of row numbers, and both products are the same tile: two loads of vectors and some broadcasts,
-//! which the multiply-add takes from memory, for 24 multiply-adds.
+//! With rows in the lanes the softmax needs no shuffles, the causal edge is a comparison with a vector of row numbers, and both products are the same tile: two
+//! vectors and twelve broadcasts are loaded for 24 multiply-adds.
 //!
 //! # Decode: features in the lanes
 //! With up to 8 rows (queries times heads of a group) most lanes would be empty. Then `head_dim` lies in the lanes: K is read as it lies in memory, a few rows at a time are multiplied with it and summed
-//! across, and V is accumulated by rows. K and V are read once for all rows, in blocks of 32 keys, while later ones are prefetched; numbers of 16 bits are widened in registers.
+//! across, and V is accumulated by rows. K and V are read from memory once for all rows, in blocks of 32 keys, while later ones are prefetched; numbers of 16 bits are widened in registers.
 //!
 //! # Threads, and why bits do not depend on them
 //! Rows are independent, so tasks are handed out as threads come. Where few rows meet many keys (up to 256 rows of a KV head), the keys are cut into chunks of a
 //! fixed size, each a task that leaves `m`, `l` and `o`; the last one to finish merges them in the order of the keys. What is added to what is decided by the shape alone.
 //!
 //! # What it costs
-//! `2 * (head_dim + value_dim)` operations for every visible score, and an `exp2` of about 10 instructions for each, which is a few percent at 128 features and more at 32. K and V are read
+//! `2 * (head_dim + value_dim)` operations for every visible score, and an exponential for each, which weighs the less the more features there are. K and V are read
 //! once for every 512 rows. The workspace of a thread is below 2 MiB for `head_dim + value_dim <= 512`
 //! ([`AttentionPlan::workspace_len`](crate::AttentionPlan::workspace_len)).
 //!

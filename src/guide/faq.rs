@@ -20,7 +20,7 @@
 //!
 //! # Are results deterministic?
 //! Yes: the same bits on any number of threads, for any strides, and whatever else is in the batch, on one instruction set and in one version. Between instruction
-//! sets results differ by roundings, as sums are taken in another order; to have the same bits on different machines, force one that all have.
+//! sets results differ by roundings, as sums are taken in another order.
 //! `MultiHeadAttention` promises that only for the same call on as many threads, since `gemm` does.
 //!
 //! # How exact is it?

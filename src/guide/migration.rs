@@ -19,8 +19,7 @@
 //! | `flash_attn_varlen_cpu`, lengths | [`attention_varlen`](crate::attention_varlen()), offsets: `[0, len0, len0 + len1, ..]` |
 //! | batches: `f32` and `f16`, causal or none, no softcap | everything, for every element type |
 //!
-//! `candle_nn::kv_cache::KvCache` gives its tensors in the order in which it was made; [`KvCache`](crate::KvCache) keeps each head of the keys as one stream,
-//! which is what decoding wants, and can round `f32` to `f16` or `bf16` on the way in.
+//! In place of `candle_nn::kv_cache::KvCache` there is [`KvCache`](crate::KvCache), which keeps each head of the keys as one stream, as decoding reads it, and can round `f32` to `f16` or `bf16` on the way in.
 //!
 //! # From burn
 //! `burn::tensor::module::attention(query, key, value, mask, attn_bias, options)`, on the backend flex (0.22):
@@ -31,7 +30,7 @@
 //! | `mask`: **true hides** | [`with_mask`](crate::AttentionInputs::with_mask): **true may attend**, so the opposite |
 //! | `attn_bias`, `options.softcap`, `options.scale` | [`with_bias`](crate::AttentionInputs::with_bias), [`with_softcap`](crate::AttentionConfig::with_softcap), [`with_softmax_scale`](crate::AttentionConfig::with_softmax_scale) |
 //! | `options.is_causal`, aligned to the last key | [`AttentionConfig::causal`](crate::AttentionConfig::causal): the same |
-//! | as many KV heads as heads | fewer are fine: do not repeat K and V |
+//! | heads of the query a multiple of those of the keys | the same |
 //! | `f16` and `bf16` tensors are converted whole on every call | blocks of them, into a workspace |
 //! | a row that sees no key: zeros | the same |
 //!
