@@ -21,6 +21,8 @@
 //! # Ok::<(), fused_attention::AttentionError>(())
 //! ```
 //!
+//! The [`guide`] has an example for each task, questions and answers, what is what in candle, burn and PyTorch, and the algorithm at length.
+//!
 //! # Element types
 //! Q and the output have one type, K and V one, of `f32`, [`f16`](struct@f16) and [`bf16`] in any pair, all accumulated in `f32`; or all
 //! are of `f64`. See [`Element`].
@@ -59,7 +61,7 @@
 //! <https://arxiv.org/abs/2307.08691>).
 //!
 //! # Module map
-//! `attention` (validate) -> `plan` (blocks, tasks, workspace) -> `schedule` (threads) -> `task` (a block of
+//! `attention` (validate) -> `plan` (tasks, workspace; `blocks`) -> `schedule` (threads) -> `task` (a block of
 //! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
 //! (micro-tiles). `varlen` stands beside `attention`: it plans every sequence and puts their tasks into one list. `partial`
 //! merges what calls have returned, and needs none of the others. `weights` runs parts of a call and records the scores on their way. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
@@ -70,10 +72,13 @@
 struct Readme;
 
 mod attention;
+mod blocks;
 mod config;
 mod decode;
 mod element;
 mod error;
+#[cfg(any(doc, doctest))]
+pub mod guide;
 mod instruction_set;
 mod kernels;
 mod kv_cache;

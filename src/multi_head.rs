@@ -14,8 +14,8 @@ use call::Call;
 use heads::Heads;
 use inputs::check_features_len;
 
+use crate::blocks::MOST_CHUNKS_KEYS;
 use crate::kernels::MAX_DECODE_ROWS;
-use crate::plan::MOST_CHUNKS_KEYS;
 use crate::{
     AttentionConfig, AttentionError, AttentionInputs, AttentionPlan, AttentionShape, Element, KvCache, Parallelism,
     Rotary,

@@ -5,9 +5,9 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use crate::blocks::Path;
 use crate::kernels::lane::Lane;
 use crate::packing::{UnpackOut, UnpackRows};
-use crate::plan::Path;
 use crate::row_block::RowBlock;
 use crate::task::Call;
 use crate::tensor::Layout;

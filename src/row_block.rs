@@ -6,9 +6,9 @@
 
 use std::ops::Range;
 
+use crate::blocks::Blocks;
 use crate::kernels::fetch::FetchRows;
 use crate::mask::KeyRanges;
-use crate::plan::Blocks;
 use crate::score_pass::ScorePass;
 use crate::workspace::Scratch;
 use crate::{Accumulator, AttentionPlan};

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::{mem, ptr};
 
+use crate::blocks::{Blocks, MAX_HEADS_TOGETHER, Path};
 use crate::decode::{DecodeBlock, DecodeHead, DecodeHeads, DecodeRows};
 use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
@@ -13,7 +14,6 @@ use crate::kernels::{MAX_DECODE_ROWS, TileSizes, WithTiles};
 use crate::merge::{MergeChunks, Partials};
 use crate::output::OutputRows;
 use crate::packing::{PackKeys, PackQ, Packing};
-use crate::plan::{Blocks, MAX_HEADS_TOGETHER, Path};
 use crate::prefill::PrefillBlock;
 use crate::row_block::{KeyBlock, RowBlock};
 use crate::score_pass::ScorePass;

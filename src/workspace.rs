@@ -6,9 +6,9 @@ use std::fmt;
 
 use aligned_vec::{AVec, ConstAlign};
 
+use crate::blocks::{Blocks, Path};
 use crate::kernels::MAX_LANES;
 use crate::kernels::lane::Lane;
-use crate::plan::{Blocks, Path};
 use crate::{Accumulator, AttentionError, AttentionPlan, AttentionShape};
 
 /// One cache line, and one AVX-512 vector.

@@ -162,15 +162,18 @@ struct Busy<'a> {
     small: AttentionInputs<'a, f32>,
     expected: &'a [f32],
     config: AttentionConfig,
+    /// Parameters from one whole call to the next.
+    interval: usize,
+    parameters: AtomicUsize,
     vectors: AtomicUsize,
 }
 
 impl ScoreModifier for Busy<'_> {
     const PARAMETERS: usize = 1;
 
-    /// Once for each task: long enough for a whole call, on whose thread this one waits.
+    /// Now and then a whole call, on whose threads this one waits.
     fn parameter(&self, _: usize, _: usize, head: usize) -> f64 {
-        if head == 0 {
+        if self.parameters.fetch_add(1, Ordering::Relaxed).is_multiple_of(self.interval) {
             let (one, other) =
                 rayon::join(|| attention(&self.small, &self.config), || attention(&self.small, &self.config));
             assert!(one.unwrap() == self.expected && other.unwrap() == self.expected);
@@ -198,8 +201,9 @@ fn score_functions_may_use_the_pool_themselves() {
             for set in instruction_sets() {
                 let config = AttentionConfig::causal().with_instruction_set(set);
                 let expected = attention(&small.inputs(), &config.with_parallelism(Parallelism::Serial)).unwrap();
-                let vectors = AtomicUsize::new(0);
-                let busy = Busy { small: small.inputs(), expected: &expected, config, vectors };
+                let (parameters, vectors) = (AtomicUsize::new(0), AtomicUsize::new(0));
+                let interval = by_profile(8, 64);
+                let busy = Busy { small: small.inputs(), expected: &expected, config, interval, parameters, vectors };
                 let run = |parallelism| {
                     let mut out = common::Tensor::<f32>::unwritten(problem.out_shape(), common::Layout::Bhsd);
                     let mut outputs = AttentionOutputs::new(out.view_mut());

@@ -14,7 +14,7 @@ use fused_attention::{
 };
 use fused_attention_fuzz::answer::{assert_right, outputs};
 use fused_attention_fuzz::{
-    Masked, Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, offsets,
+    Masked, Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, offsets, put_specials,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -123,9 +123,7 @@ fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 
             _ => normal(state),
         })
     })?;
-    for special in case.specials.iter().flatten().filter(|special| usize::from(special.tensor % 3) == which) {
-        special.put(&mut tensor.data);
-    }
+    put_specials(&case.specials, which, &mut tensor.data);
     Some(tensor)
 }
 

@@ -88,11 +88,11 @@ struct Model<T> {
     sequences: Vec<Vec<Sequence<T>>>,
 }
 
-/// Bytes of the two buffers of a layer, a line for every head added; `None` where they exceed `usize`.
+/// Bytes of the two buffers of a layer, each head from a cache line on; `None` where they, or the elements of a head, exceed `usize`.
 fn buffer_bytes<T>(shape: &KvCacheShape, capacity: usize) -> [Option<usize>; 2] {
     [shape.head_dim, shape.value_dim].map(|dim| {
-        let stream = capacity.checked_mul(dim)?.checked_mul(size_of::<T>())?;
-        stream.checked_add(64)?.checked_mul(shape.num_kv_heads)?.checked_mul(shape.batch)
+        let stream = capacity.checked_mul(dim)?.checked_next_multiple_of(64 / size_of::<T>())?;
+        stream.checked_mul(shape.num_kv_heads)?.checked_mul(shape.batch)?.checked_mul(size_of::<T>())
     })
 }
 

@@ -7,12 +7,13 @@
 use arbitrary::Arbitrary;
 use fused_attention::reference;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionShape, CausalAlignment, CuSeqlens, Element, KvPadding, TensorView,
-    attention_into, attention_varlen_into,
+    AttentionConfig, AttentionInputs, AttentionShape, Element, KvPadding, TensorView, attention_into,
 };
 use fused_attention_fuzz::answer::{assert_right, outputs};
 use fused_attention_fuzz::bounds::Bounds;
-use fused_attention_fuzz::{Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal};
+use fused_attention_fuzz::packed::assert_separate;
+use fused_attention_fuzz::scores::{Visible, sinks, slopes};
+use fused_attention_fuzz::{Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, put_specials};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -44,16 +45,6 @@ struct Case {
     specials: [Option<Special>; 2],
 }
 
-/// What the config hides.
-#[derive(Debug, Clone, Copy, Arbitrary)]
-struct Visible {
-    kind: u8,
-    offset: i16,
-    left: Option<u16>,
-    right: Option<u16>,
-    prefix: Option<u16>,
-}
-
 /// Mask or bias.
 #[derive(Debug, Clone, Copy, Arbitrary)]
 struct Operand {
@@ -65,36 +56,6 @@ struct Operand {
 
 const SCALES: [f64; 8] = [0.0, 0.125, 0.5, 1.0, 2.5, -0.125, -1.0, 1e-3];
 const SOFTCAPS: [f64; 8] = [50.0, 30.0, 5.0, 1.0, 0.1, 1e-3, 1e6, 1e30];
-const SLOPES: [f32; 8] = [0.5, 0.0625, 0.003_906_25, 0.0, 1.0, -0.01, 100.0, 0.3];
-const SINKS: [f32; 8] = [0.0, -1.0, 2.0, f32::NEG_INFINITY, 60.0, -60.0, 500.0, -500.0];
-
-/// A limit that is mostly near the sizes of the call.
-fn limit(n: u16) -> usize {
-    match n {
-        0xffff => usize::MAX,
-        0xfffe => isize::MAX as usize,
-        n if n & 1 == 0 => usize::from(n >> 1) % 20,
-        n => usize::from(n >> 1) % 400,
-    }
-}
-
-impl Visible {
-    fn config(self) -> AttentionConfig {
-        let offset = match self.offset {
-            i16::MAX => isize::MAX,
-            i16::MIN => isize::MIN,
-            offset => isize::from(offset % 300),
-        };
-        let causal = AttentionConfig::causal();
-        let config = match self.kind % 4 {
-            0 => AttentionConfig::full(),
-            1 => causal,
-            2 => causal.with_causal_alignment(CausalAlignment::TopLeft),
-            _ => causal.with_causal_alignment(CausalAlignment::Offset(offset)),
-        };
-        config.with_window(self.left.map(limit), self.right.map(limit)).with_prefix_len(self.prefix.map_or(0, limit))
-    }
-}
 
 impl Operand {
     fn tensor<T: Copy>(&self, full: [usize; 4], between: T, value: impl FnMut([usize; 4]) -> T) -> Option<Tensor<T>> {
@@ -177,14 +138,11 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     let q = tensor::<T>(case, &mut state, 0, [batch, num_heads, q_len, head_dim])?;
     let k = tensor::<K>(case, &mut state, 1, [batch, num_kv_heads, kv_len, head_dim])?;
     let v = tensor::<K>(case, &mut state, 2, [batch, num_kv_heads, kv_len, value_dim])?;
-    let per_head = |numbers: [f32; 8], choice: [u8; 2]| -> Vec<f32> {
-        (0..num_heads).map(|head| numbers[usize::from(choice[head % 2] % 8)] * (1.0 + head as f32 / 4.0)).collect()
-    };
     let scores = [batch, num_heads, q_len, kv_len];
     let mask = case.mask.and_then(|mask| mask.mask(scores));
     let bias = case.bias.and_then(|bias| bias.bias::<T>(scores, &mut state));
-    let slopes = case.slopes.map(|choice| per_head(SLOPES, choice));
-    let sinks = case.sinks.map(|choice| per_head(SINKS, choice));
+    let slopes = case.slopes.map(|choice| slopes(choice, num_heads));
+    let sinks = case.sinks.map(|choice| sinks(choice, num_heads));
     let kv_lens = case.kv_lens.map(|lens| lens.map(|len| usize::from(len) % (kv_len + 1)));
 
     let mut plain = AttentionInputs::new(q.view(), k.view(), v.view());
@@ -220,13 +178,13 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     Some(())
 }
 
-/// The first batch entry cut into sequences: each has the bits of a call of its own, and nothing else is written.
+/// The first batch entry cut into sequences.
 fn packed<T: Number, K: Number + Element<Acc = T::Acc>>(
     inputs: &AttentionInputs<'_, T, K>,
     config: &AttentionConfig,
     ends: [[u16; 2]; 4],
 ) {
-    let ([_, heads, total_q, _], [_, _, total_k, value_dim]) = (inputs.q.shape(), inputs.v.shape());
+    let [total_q, total_k] = [inputs.q.shape()[2], inputs.k.shape()[2]];
     let mut cu_seqlens = [0, 1].map(|side| {
         let total = [total_q, total_k][side];
         ends.map(|end| usize::from(end[side]) % (total + 1))
@@ -235,38 +193,9 @@ fn packed<T: Number, K: Number + Element<Acc = T::Acc>>(
         offsets.sort_unstable();
         offsets[0] = 0;
     });
-    let [cu_q, cu_k] = &cu_seqlens;
     let mut all = *inputs;
     (all.q, all.k, all.v) = (first_entry(&inputs.q), first_entry(&inputs.k), first_entry(&inputs.v));
-    let new = |q_len: usize| -> (Tensor<T>, Vec<T::Acc>) {
-        let strides = [heads * q_len * value_dim, value_dim, heads * value_dim, 1];
-        let out = Tensor::new([1, heads, q_len, value_dim], Some(strides), T::CANARY, |_| T::CANARY);
-        (out.expect("small"), vec![T::Acc::real(-0.0); heads * q_len])
-    };
-    let (mut out, mut logsumexp) = new(total_q);
-    let offsets = CuSeqlens::new(cu_q, cu_k);
-    attention_varlen_into(&all, &mut outputs(&mut out, &mut logsumexp), offsets, config).expect("a valid call");
-
-    let (mut expected, mut expected_logsumexp) = new(total_q);
-    for (queries, keys) in cu_q.windows(2).zip(cu_k.windows(2)) {
-        let mut one = all;
-        one.q = all.q.seq_range(queries[0]..queries[1]).expect("inside");
-        one.k = all.k.seq_range(keys[0]..keys[1]).expect("inside");
-        one.v = all.v.seq_range(keys[0]..keys[1]).expect("inside");
-        let q_len = queries[1] - queries[0];
-        let (mut own, mut own_logsumexp) = new(q_len);
-        attention_into(&one, &mut outputs(&mut own, &mut own_logsumexp), config).expect("a valid call");
-        let row = heads * value_dim;
-        expected.data[queries[0] * row..queries[1] * row].copy_from_slice(&own.data);
-        for head in 0..heads {
-            expected_logsumexp[head * total_q..][queries[0]..queries[1]]
-                .copy_from_slice(&own_logsumexp[head * q_len..][..q_len]);
-        }
-    }
-    let bits = |data: &[T]| -> Vec<u64> { data.iter().map(|x| x.bits()).collect() };
-    assert_eq!(bits(&out.data), bits(&expected.data), "packed {cu_seqlens:?} {config:?}");
-    let bits = |data: &[T::Acc]| -> Vec<u64> { data.iter().map(|x| x.to_f64().to_bits()).collect() };
-    assert_eq!(bits(&logsumexp), bits(&expected_logsumexp), "packed {cu_seqlens:?} {config:?}");
+    assert_separate(&all, config, [&cu_seqlens[0], &cu_seqlens[1]]);
 }
 
 fn first_entry<'a, T: Copy>(view: &TensorView<'a, T>) -> TensorView<'a, T> {
@@ -277,8 +206,6 @@ fn first_entry<'a, T: Copy>(view: &TensorView<'a, T>) -> TensorView<'a, T> {
 fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 4]) -> Option<Tensor<T>> {
     let strides = case.memory[which].input_strides(shape);
     let mut tensor = Tensor::new(shape, strides, T::CANARY, |_| T::rounded(normal(state)))?;
-    for special in case.specials.iter().flatten().filter(|special| usize::from(special.tensor % 3) == which) {
-        special.put(&mut tensor.data);
-    }
+    put_specials(&case.specials, which, &mut tensor.data);
     Some(tensor)
 }

@@ -3,11 +3,21 @@
 pub mod answer;
 pub mod bounds;
 pub mod layer;
+pub mod packed;
+pub mod scores;
 
+use std::ffi::{CStr, c_char};
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 use arbitrary::Arbitrary;
 use fused_attention::{Accumulator, AttentionConfig, CausalAlignment, Element, InstructionSet, TensorView, bf16, f16};
+
+/// AddressSanitizer asks for this when a target starts: what is too large to allocate comes back as an error, and does not end the process.
+#[unsafe(no_mangle)]
+extern "C" fn __asan_default_options() -> *const c_char {
+    const OPTIONS: &CStr = c"allocator_may_return_null=1";
+    OPTIONS.as_ptr()
+}
 
 /// Bits of a NaN that no computation makes: marks memory that must, or must not, be written.
 pub const CANARY: u32 = 0xffed_cafe;
@@ -192,7 +202,7 @@ pub fn instruction_sets() -> Vec<InstructionSet> {
 /// A value that is not a plain number, somewhere.
 #[derive(Debug, Clone, Copy, Arbitrary)]
 pub struct Special {
-    pub tensor: u8,
+    tensor: u8,
     place: u32,
     kind: u8,
     payload: u32,
@@ -200,7 +210,7 @@ pub struct Special {
 
 impl Special {
     /// Puts it into the memory of a tensor, if that has any.
-    pub fn put<T: Number>(self, data: &mut [T]) {
+    fn put<T: Number>(self, data: &mut [T]) {
         let len = data.len();
         if len > 0 {
             data[self.place as usize % len] = self.value();
@@ -217,6 +227,15 @@ impl Special {
             _ => T::from_low_bits(u64::from(self.payload) << 32 >> self.payload % 33 | infinity | 1),
         }
     }
+}
+
+/// Puts those of tensor `which` of three (Q, K, V) into its memory.
+pub fn put_specials<T: Number>(specials: &[Option<Special>], which: usize, data: &mut [T]) {
+    specials
+        .iter()
+        .flatten()
+        .filter(|special| usize::from(special.tensor % 3) == which)
+        .for_each(|special| special.put(data));
 }
 
 /// A tensor over its own memory, of which nothing lies past the last element.

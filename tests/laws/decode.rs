@@ -9,7 +9,7 @@ use fused_attention::{
     attention_into, reference,
 };
 
-/// Keys of a chunk of up to 8 rows, and of more (see `plan.rs`; checked below).
+/// Keys of a chunk of up to 8 rows, and of more (see `blocks.rs`; checked below).
 const CHUNKS: [usize; 2] = [1024, 1536];
 
 fn shape(q_len: usize, kv_len: usize, group_size: usize) -> AttentionShape {

@@ -172,4 +172,11 @@ fn what_memory_cannot_hold_is_refused() {
     assert_eq!(cache.k(0).unwrap().shape(), [1, 0, 1 << 63, 1]);
     let error = append_shapes(&mut cache, 0, None, half).unwrap_err();
     assert_eq!(error, CacheFull { layer: 0, sequence: 0, len: 1 << 63, tokens: 1 << 63, capacity: 1 << 63 });
+    // Nor do features, as long as those of a head can be counted.
+    let shape = KvCacheShape { value_dim: max / 8, ..shape };
+    let mut cache = KvCache::<f32>::new(&shape, Capacity::Growing(0)).unwrap();
+    append_shapes(&mut cache, 0, None, [[1, 0, 4, 1], [1, 0, 4, max / 8]]).unwrap();
+    let error = append_shapes(&mut cache, 0, None, [[1, 0, 5, 1], [1, 0, 5, max / 8]]).unwrap_err();
+    assert!(matches!(error, SizeOverflow { shape: [1, 0, 9, _], .. }), "{error}");
+    assert_eq!(cache.lens(0).unwrap(), [4]);
 }

@@ -1,8 +1,8 @@
 //! Softcap, ALiBi, sinks and functions of a user's own.
 
-use crate::common::by_profile;
 use crate::common::{
-    Expected, Layout, Number, Operands, Problem, Tensor, by_cost, for_each_pair, instruction_sets, one_head, run_on,
+    Expected, Layout, Number, Operands, Problem, Tensor, bits, by_cost, by_profile, for_each_pair, instruction_sets,
+    one_head, run_on,
 };
 use fused_attention::{
     AttentionConfig, AttentionError, AttentionOutputs, AttentionPlan, AttentionShape, CausalAlignment, InstructionSet,
@@ -238,6 +238,37 @@ impl ScoreModifier for Nothing {
     #[inline(always)]
     fn modify<V: ScoreVector>(&self, score: V, _: &ScoreContext<'_, V>) -> V {
         score
+    }
+}
+
+struct Negated;
+
+impl ScoreModifier for Negated {
+    #[inline(always)]
+    fn modify<V: ScoreVector>(&self, score: V, _: &ScoreContext<'_, V>) -> V {
+        -score
+    }
+}
+
+/// Negating scores is scaling them by a negative number, in every bit.
+#[test]
+fn borrowed_and_combined_modifiers_do_what_they_hold() {
+    let slopes = [0.5, 0.25, 0.125, 0.0625];
+    let everything = Everything { slopes: &slopes, softcap: 3.0 };
+    let shape = AttentionShape { batch: 2, num_heads: 4, num_kv_heads: 2, ..one_head(30, 60, 8, 8) };
+    for shape in [shape, AttentionShape { q_len: 2, ..shape }] {
+        let problem: Problem = Problem::normal(&shape, 9);
+        let inputs = problem.inputs();
+        for set in instruction_sets() {
+            let config = AttentionConfig::causal().with_softmax_scale(0.4).with_instruction_set(set);
+            let negative = config.with_softmax_scale(-0.4);
+            let expected = attention_with_modifier(&inputs, &config, &everything).unwrap();
+            let found = attention_with_modifier(&inputs, &negative, &(Negated, &everything)).unwrap();
+            assert_eq!(bits(&found), bits(&expected), "{set} {shape:?}");
+            let expected = attention_with_modifier(&inputs, &negative, &Nothing).unwrap();
+            let found = attention_with_modifier(&inputs, &config, &&Negated).unwrap();
+            assert_eq!(bits(&found), bits(&expected), "{set} {shape:?}");
+        }
     }
 }
 
