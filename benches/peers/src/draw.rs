@@ -57,12 +57,12 @@ pub fn svg(report: &Report) -> Result<String> {
     root.fill(&WHITE)?;
     let machine = &report.machine;
     let title = format!("{}, {} cores, {}, {}", machine.cpu, machine.cores, machine.instruction_set, machine.date);
-    let root = root.titled(&title, ("sans-serif", 18))?;
-    for (panel, series) in root.split_evenly((rows, COLUMNS)).iter().zip(&all) {
+    let panels = root.titled(&title, ("sans-serif", 18))?;
+    for (panel, series) in panels.split_evenly((rows, COLUMNS)).iter().zip(&all) {
         draw(panel, series, &peers)?;
     }
     root.present()?;
-    drop(root);
+    drop((panels, root));
     Ok(svg)
 }
 

@@ -55,7 +55,7 @@ pub fn attention(operands: &Operands<'_>) -> Loaded {
     // Of windows it knows masks: true hides.
     let mask = case.window().map(|_| {
         let data = TensorData::new(operands.hidden(), [1, 1, case.shape.q_len, case.shape.kv_len]);
-        debug_assert!(matches!(data.dtype, DType::Bool(_)));
+        debug_assert!(matches!(data.dtype(), DType::Bool(_)));
         FlexTensor::from_data(data)
     });
     boxed(Burn {

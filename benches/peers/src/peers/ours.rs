@@ -7,6 +7,7 @@ use crate::Result;
 use crate::args::Layout;
 use crate::contender::Call;
 use crate::inputs::{Tensors, view, view_mut};
+use crate::number::Number;
 
 pub struct Ours<'a, T> {
     inputs: AttentionInputs<'a, T>,
@@ -44,7 +45,7 @@ impl<T: Scalar> Call for Ours<'_, T> {
         for b in 0..batch {
             for h in 0..heads {
                 for i in 0..queries {
-                    let row = (0..features).map(|d| view.get([b, h, i, d]).map_or(f32::NAN, |x| x.to_f64() as f32));
+                    let row = (0..features).map(|d| view.get([b, h, i, d]).map_or(f32::NAN, |x| Number::to_f64(x) as f32));
                     out.extend(row);
                 }
             }
