@@ -77,6 +77,7 @@ mod config;
 mod decode;
 mod element;
 mod error;
+mod few_keys;
 #[cfg(any(doc, doctest))]
 pub mod guide;
 mod instruction_set;

@@ -39,6 +39,15 @@ impl<'a, T: Element> OutputRows<'a, T> {
         Self { out: outputs.out.as_mut_ptr(), layout, logsumexp, logsumexp_stride, outputs: PhantomData }
     }
 
+    /// Where the output lies: valid for writing at every index inside the layout.
+    pub(crate) fn rows(&self) -> (*mut T, Layout) {
+        (self.out, self.layout)
+    }
+
+    pub(crate) fn has_logsumexp(&self) -> bool {
+        self.logsumexp.is_some()
+    }
+
     /// The rows of these queries alone, in a batch of one. Sequences that have no query in common write to disjoint places.
     pub(crate) fn of_queries(&self, queries: Range<usize>) -> Self {
         let [batch, _, q_len, _] = self.layout.shape;
