@@ -44,8 +44,9 @@ impl<'a, T: Element> OutputRows<'a, T> {
         (self.out, self.layout)
     }
 
-    pub(crate) fn has_logsumexp(&self) -> bool {
-        self.logsumexp.is_some()
+    /// Where the rows' logsumexp lies, if it is wanted, and elements from a head to the next.
+    pub(crate) fn logsumexp(&self) -> Option<(*mut T::Acc, usize)> {
+        self.logsumexp.map(|logsumexp| (logsumexp, self.logsumexp_stride))
     }
 
     /// The rows of these queries alone, in a batch of one. Sequences that have no query in common write to disjoint places.
