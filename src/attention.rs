@@ -289,7 +289,10 @@ pub fn attention_into<T: Element, K: Element<Acc = T::Acc>>(
 ) -> Result<(), AttentionError> {
     let plan = AttentionPlan::<T::Acc>::with_accumulator(&AttentionShape::of(inputs)?, config)?;
     plan.shape().check_outputs(outputs)?;
-    with_thread_workspace(plan.workspace_len(), |workspace| plan.run(inputs, outputs, workspace))
+    with_thread_workspace(plan.workspace_len(), |workspace| {
+        plan.run_own(inputs, outputs, workspace);
+        Ok(())
+    })
 }
 
 /// As [`attention_into`], with a function of your own applied to each score. See [`ScoreModifier`].

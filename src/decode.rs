@@ -138,7 +138,7 @@ impl<A: Lane> WithTiles for PortableDecodeHeads<'_, '_, '_, A> {
 }
 
 /// Up to this many keys each row is computed by itself.
-const FEW_KEYS: usize = 16;
+pub(crate) const FEW_KEYS: usize = 16;
 
 /// The keys of a block that a tile of rows sees.
 struct TileKeys<const ROWS: usize> {

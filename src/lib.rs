@@ -62,7 +62,7 @@
 //!
 //! # Module map
 //! `attention` (validate) -> `plan` (tasks, workspace; `blocks`) -> `schedule` (threads) -> `task` (a block of
-//! rows, `row_block`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
+//! rows, `row_block`; a short call is run at once, `few_keys`) -> `prefill` or `decode` (one block of keys) -> `packing`, `mask`, `score_pass`, `online_softmax` -> `kernels`
 //! (micro-tiles). `varlen` stands beside `attention`: it plans every sequence and puts their tasks into one list. `partial`
 //! merges what calls have returned, and needs none of the others. `weights` runs parts of a call and records the scores on their way. [`mod@reference`] is the specification in f64. `kv_cache` stands beside them: what it holds, it gives out
 //! as views, so no kernel knows of it.
@@ -77,6 +77,7 @@ mod config;
 mod decode;
 mod element;
 mod error;
+mod few_keys;
 #[cfg(any(doc, doctest))]
 pub mod guide;
 mod instruction_set;

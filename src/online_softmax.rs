@@ -24,17 +24,21 @@ pub(crate) struct RowState<'a, V> {
 }
 
 /// Turns a block of scores `[keys][ROW_VECTORS]` into unnormalised probabilities and updates the rows' state. Where
-/// `max_is_known`, `running_max` contains the maximum of the block already.
+/// `max_is_known`, `running_max` contains the maximum of the block already. Only the first `vectors` of rows take part.
 #[inline(always)]
 pub(crate) fn softmax_step<S: Simd, A: Lane, const ROW_VECTORS: usize>(
     simd: S,
     scores: &mut [[A::Vector<S>; ROW_VECTORS]],
     state: RowState<'_, A::Vector<S>>,
+    vectors: usize,
     max_is_known: bool,
 ) {
     // One vector of rows at a time: its state and the constants of exp then stay in 16 registers. Interleaving two
     // vectors reloads the constants in every step (25 instead of 20 instructions a vector on AVX2).
     for vector in 0..ROW_VECTORS {
+        if vector >= vectors {
+            break;
+        }
         let old_max = state.rescale[vector];
         let mut max = state.running_max[vector];
         if !max_is_known {

@@ -39,6 +39,16 @@ impl<'a, T: Element> OutputRows<'a, T> {
         Self { out: outputs.out.as_mut_ptr(), layout, logsumexp, logsumexp_stride, outputs: PhantomData }
     }
 
+    /// Where the output lies: valid for writing at every index inside the layout.
+    pub(crate) fn rows(&self) -> (*mut T, Layout) {
+        (self.out, self.layout)
+    }
+
+    /// Where the rows' logsumexp lies, if it is wanted, and elements from a head to the next.
+    pub(crate) fn logsumexp(&self) -> Option<(*mut T::Acc, usize)> {
+        self.logsumexp.map(|logsumexp| (logsumexp, self.logsumexp_stride))
+    }
+
     /// The rows of these queries alone, in a batch of one. Sequences that have no query in common write to disjoint places.
     pub(crate) fn of_queries(&self, queries: Range<usize>) -> Self {
         let [batch, _, q_len, _] = self.layout.shape;

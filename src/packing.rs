@@ -14,6 +14,7 @@ use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::transpose::SIDE;
 use crate::kernels::{MAX_LANES, MAX_PANEL_ROWS, WithTiles};
+use crate::prefill::is_half;
 use crate::row_block::RowBlock;
 use crate::score_modifier::Unmodified;
 use crate::score_pass::{RowOp, TileOp};
@@ -160,7 +161,9 @@ impl<T: Stored<A>, A: Lane> WithTiles for PackQ<'_, T, A> {
             if first_row >= task.rows {
                 break;
             }
-            for lane in (0..panel_rows).step_by(SIDE) {
+            // Where the rows are in the lower half, the upper one is not looked at.
+            let vectors = if is_half(task.rows - first_row, panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS };
+            for lane in (0..vectors * A::lanes::<S>()).step_by(SIDE) {
                 if first_row + lane >= task.rows {
                     // Nobody reads the results of these lanes; zeros keep them from turning into subnormals, which are slow.
                     for q in q_panel[lane..].chunks_mut(panel_rows) {
@@ -175,8 +178,12 @@ impl<T: Stored<A>, A: Lane> WithTiles for PackQ<'_, T, A> {
                 // SAFETY: rows of `head_dim` elements at the layout's last stride are valid.
                 unsafe { pack_rows::<S, T, A>(simd, from, layout.strides[3], &mut q_panel[lane..], panel_rows) };
             }
-            for q in as_rows::<S, A, ROW_VECTORS>(q_panel).as_flattened_mut() {
-                *q = A::mul(simd, *q, scale);
+            for q in as_rows::<S, A, ROW_VECTORS>(q_panel) {
+                for vector in 0..ROW_VECTORS {
+                    if vector < vectors {
+                        q[vector] = A::mul(simd, q[vector], scale);
+                    }
+                }
             }
         }
     }
@@ -417,8 +424,9 @@ unsafe fn transpose_panel<S: Simd, A: Lane>(
     let value_dim = panel.len().div_ceil(panel_rows);
     let mut d = 0;
     while d + SIDE <= value_dim {
-        let from: [*const A; SIDE] = core::array::from_fn(|i| panel[(d + i) * panel_rows..][..SIDE].as_ptr());
-        // SAFETY: `from` has just been cut to size; `d + SIDE <= value_dim`, the length of a row.
+        let from = panel[d * panel_rows..][..(SIDE - 1) * panel_rows + SIDE].as_ptr();
+        let from: [*const A; SIDE] = core::array::from_fn(|i| from.wrapping_add(i * panel_rows));
+        // SAFETY: `from` has just been cut to its 8 rows; `d + SIDE <= value_dim`, the length of a row.
         unsafe { A::transpose(simd, from, &to.map(|row| row.wrapping_add(d))[..rows]) };
         d += SIDE;
     }
@@ -493,9 +501,13 @@ pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
         // SAFETY: `panel_rows` factors are there: ROW_VECTORS vectors.
         unsafe { A::load::<S>(factors.as_ptr().add(vector * A::lanes::<S>())) }
     });
+    let vectors = if is_half(task.rows - first_row, panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS };
     for acc in as_rows::<S, A, ROW_VECTORS>(out_acc) {
-        for (acc, factor) in acc.iter_mut().zip(factors) {
-            *acc = A::add(simd, A::mul(simd, *acc, factor), A::splat(simd, A::ZERO)); // fused, a product that underflows would stay -0
+        for vector in 0..ROW_VECTORS {
+            if vector < vectors {
+                let quotient = A::mul(simd, acc[vector], factors[vector]);
+                acc[vector] = A::add(simd, quotient, A::splat(simd, A::ZERO)); // fused, a product that underflows would stay -0
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::kernels::fetch::FetchRows;
 use crate::kernels::finite::all_finite;
 use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::score_tile::{ScoreBlock, score_block};
-use crate::kernels::value_tile::{ValueBlock, value_block, value_block_selected};
+use crate::kernels::value_tile::{Before, ValueBlock, value_block, value_block_selected};
 use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
 use crate::mask::RowBounds;
 use crate::online_softmax::{RowState, softmax_step};
@@ -93,7 +93,7 @@ impl PanelKeys {
     fn spans(&self, rows: usize, panel_rows: usize) -> [Option<Span>; 3] {
         let Self { any: (first, last), halves: (lower_end, upper_start), .. } = *self;
         let span = |rows, first_key: usize, end: usize| (first_key < end).then_some(Span { rows, first_key, end });
-        if rows <= panel_rows / 2 {
+        if is_half(rows, panel_rows) {
             return [span(Vectors::LowerHalf, first, last), None, None];
         }
         if upper_start >= lower_end {
@@ -131,8 +131,9 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     fn row_bounds<S: Simd, const ROW_VECTORS: usize>(&self, first_row: usize) -> RowBounds<A::Vector<S>, ROW_VECTORS> {
         let task = self.task;
         let mut bounds = [[A::ZERO; MAX_PANEL_ROWS]; 2];
-        for row in 0..task.panel_rows {
-            let keys = task.row_keys(first_row + row.min(task.rows - first_row - 1));
+        // Lanes behind the last row see nothing.
+        for row in 0..task.panel_rows.min(task.rows - first_row) {
+            let keys = task.row_keys(first_row + row);
             bounds[0][row] = A::from_index(keys.start.saturating_sub(self.first_key).min(self.keys));
             bounds[1][row] = A::from_index(keys.end.saturating_sub(self.first_key).min(self.keys));
         }
@@ -202,7 +203,8 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_sum[first_row..][..panel_rows])[0],
             rescale: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.rescale[..panel_rows])[0],
         };
-        softmax_step::<S, A, ROW_VECTORS>(simd, scores, state, !is_edge);
+        let vectors = if is_half(task.rows - first_row, panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS };
+        softmax_step::<S, A, ROW_VECTORS>(simd, scores, state, vectors, !is_edge);
 
         // (No closure, as in `get_or_insert_with`: it would be compiled without the target features.)
         let hidden_values_are_finite = match *values_finite {
@@ -325,19 +327,30 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     fn value_operands(&mut self, first_row: usize, span: Span, rescales: bool) -> ValueBlock<A> {
         let Self { v, v_stride, value_dim, .. } = *self;
         let panel_rows = self.task.panel_rows;
+        let holds_sums = self.scratch.written.add(first_row / panel_rows, span.rows.halves());
+        for half in 0..2 {
+            if span.rows.halves()[half] && holds_sums != [false; 2] && !holds_sums[half] {
+                self.scratch.clear_half(2 * (first_row / panel_rows) + half, panel_rows, value_dim);
+            }
+        }
         let first_lane = first_lane(span.rows, panel_rows);
         let keys = span.end - span.first_key;
         let probs = &self.scratch.scores[span.first_key * panel_rows..][..keys * panel_rows];
         let out_acc = &mut self.scratch.out_acc[first_row * value_dim..][..value_dim * panel_rows];
         let rescale = &self.scratch.rescale[first_lane..panel_rows];
+        let before = match holds_sums {
+            [false, false] => Before::Nothing,
+            _ if rescales => Before::SumsToRescale(rescale.as_ptr()),
+            _ => Before::Sums,
+        };
         ValueBlock {
             v: v.wrapping_add(span.first_key * v_stride),
             v_stride,
             keys,
             value_dim,
             probs: probs.as_ptr().wrapping_add(first_lane),
-            rescale: rescales.then_some(rescale.as_ptr()),
             out_acc: out_acc.as_mut_ptr().wrapping_add(first_lane),
+            before,
             panel_rows,
             ahead: if first_row == 0 { self.fetch_keys } else { FetchRows::NOTHING },
         }
@@ -348,6 +361,12 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
 /// 2 x 4, has 4 x 2.)
 const HALF_TILE: usize = 12;
 const HALF_SHORT: usize = 8;
+
+/// Whether the rows of a panel (perhaps the last, which has fewer) are in its lower half.
+#[inline(always)]
+pub(crate) fn is_half(rows: usize, panel_rows: usize) -> bool {
+    rows <= panel_rows / 2
+}
 
 #[inline(always)]
 fn first_lane(rows: Vectors, panel_rows: usize) -> usize {

@@ -8,6 +8,7 @@ use std::{mem, ptr};
 
 use crate::blocks::{Blocks, MAX_HEADS_TOGETHER, Path};
 use crate::decode::{DecodeBlock, DecodeHead, DecodeHeads, DecodeRows};
+use crate::few_keys::FewKeys;
 use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
 use crate::kernels::{MAX_DECODE_ROWS, TileSizes, WithTiles};
@@ -18,7 +19,7 @@ use crate::prefill::PrefillBlock;
 use crate::row_block::{KeyBlock, RowBlock};
 use crate::score_pass::ScorePass;
 use crate::tensor::Layout;
-use crate::workspace::Scratch;
+use crate::workspace::{Scratch, WrittenHalves};
 use crate::{AttentionInputs, AttentionPlan, AttentionShape, Element, InstructionSet, TensorView};
 
 /// The vector code of a task, for one accumulator type. Not generic, so that it is compiled once and in this crate, with
@@ -27,6 +28,7 @@ pub(crate) trait TaskKernels: Lane {
     /// Tile sizes of a set for this accumulator.
     fn tile_sizes(set: InstructionSet) -> TileSizes;
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self>);
+    fn few_keys(set: InstructionSet, op: FewKeys<Self>);
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, Self>);
     /// Runs code that depends on no number of lanes. Generic, for what only the caller's crate knows.
     fn run<Op: WithTiles>(set: InstructionSet, op: Op) -> Op::Output;
@@ -38,6 +40,9 @@ impl TaskKernels for f32 {
     }
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f32>) {
         set.run(op);
+    }
+    fn few_keys(set: InstructionSet, op: FewKeys<f32>) {
+        set.run_with_fma(op);
     }
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f32>) {
         set.narrow().run(op);
@@ -53,6 +58,9 @@ impl TaskKernels for f64 {
     }
     fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f64>) {
         set.run_f64(op);
+    }
+    fn few_keys(set: InstructionSet, op: FewKeys<f64>) {
+        set.run_with_fma(op);
     }
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, f64>) {
         set.narrow().run_f64(op);
@@ -104,6 +112,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     /// Once all keys of the task are in: its rows are written, or laid down until those of the other chunks are there.
     fn end(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
+        if self.plan.blocks.path == Path::Prefill {
+            scratch.clear_unwritten(task.rows, task.panel_rows, self.plan.shape.value_dim);
+        }
         if let Some(partials) = &self.partials {
             if !partials.store(task.block, task.chunk, scratch) {
                 return;
@@ -327,7 +338,8 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         // Decode writes them with the first block of keys, unless a row sees none of it.
         let (keys, kv_block) = (task.keys(), self.plan.blocks.kv_block);
         let several_blocks = keys.end.div_ceil(kv_block) > keys.start / kv_block + 1 || task.second_part().is_some();
-        if !is_decode || self.partials.is_some() || self.pass.is_some() || several_blocks {
+        scratch.written = WrittenHalves::default();
+        if is_decode && (self.partials.is_some() || self.pass.is_some() || several_blocks) {
             scratch.out_acc.fill(T::Acc::ZERO);
         }
         let layout = self.inputs.q.layout();

@@ -36,7 +36,7 @@
 //! they hide is skipped. So are blocks of a boolean mask that are all false. A bias is read wherever it is visible.
 //!
 //! # Why is a short call no faster on more threads?
-//! Waking a thread takes some microseconds. A call of fewer than 2^21 operations takes that long as a whole.
+//! Waking a thread takes some microseconds. A call of fewer than 2^19 operations takes hardly longer as a whole.
 //!
 //! # Can I have gradients?
 //! No. [`AttentionOutputs::with_logsumexp`](crate::AttentionOutputs::with_logsumexp) gives what a backward pass would start from.

@@ -9,7 +9,7 @@ use super::WithTiles;
 use super::fetch::FetchRows;
 use super::lane::as_rows;
 use super::score_tile::{ScoreBlock, score_block};
-use super::value_tile::{ValueBlock, value_block};
+use super::value_tile::{Before, ValueBlock, value_block};
 use crate::InstructionSet;
 use crate::online_softmax::{RowState, softmax_step};
 
@@ -56,7 +56,13 @@ pub fn softmax(set: InstructionSet, scores: &mut [f32], state: [&mut [f32]; 3]) 
             let [running_max, running_sum, rescale] = self.1.map(|state| &mut as_rows::<S, f32, ROW_VECTORS>(state)[0]);
             let state = RowState { running_max, running_sum, rescale };
             state.rescale.copy_from_slice(state.running_max);
-            softmax_step::<S, f32, ROW_VECTORS>(simd, as_rows::<S, f32, ROW_VECTORS>(self.0), state, false);
+            softmax_step::<S, f32, ROW_VECTORS>(
+                simd,
+                as_rows::<S, f32, ROW_VECTORS>(self.0),
+                state,
+                ROW_VECTORS,
+                false,
+            );
         }
     }
     set.run(Op(scores, state));
@@ -84,8 +90,8 @@ pub fn value_tiles(set: InstructionSet, v: &[f32], probs: &[f32], rescale: &[f32
         keys,
         value_dim,
         probs: probs.as_ptr(),
-        rescale: Some(rescale.as_ptr()),
         out_acc: out_acc.as_mut_ptr(),
+        before: Before::SumsToRescale(rescale.as_ptr()),
         panel_rows,
         ahead: FetchRows::NOTHING,
     }));

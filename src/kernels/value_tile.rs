@@ -21,22 +21,33 @@ pub(crate) struct ValueBlock<A> {
     pub(crate) value_dim: usize,
     /// `[keys][panel_rows]`.
     pub(crate) probs: *const A,
-    /// `[panel_rows]`; `None` leaves the accumulators as they are.
-    pub(crate) rescale: Option<*const A>,
-    /// `[value_dim][panel_rows]`, read and written.
+    /// `[value_dim][panel_rows]`, written.
     pub(crate) out_acc: *mut A,
+    /// What `out_acc` holds.
+    pub(crate) before: Before<A>,
     /// Elements between neighbouring keys of `probs` and dims of `out_acc`.
     pub(crate) panel_rows: usize,
     /// What is needed next.
     pub(crate) ahead: FetchRows,
 }
 
+/// What the accumulators hold before a block of keys.
+#[derive(Clone, Copy)]
+pub(crate) enum Before<A> {
+    /// Nothing yet: they are not read.
+    Nothing,
+    /// Sums that stay as they are.
+    Sums,
+    /// Sums to be multiplied with these, `[panel_rows]`.
+    SumsToRescale(*const A),
+}
+
 /// All value dims for `ROW_VECTORS` vectors of rows.
 ///
 /// # Safety
 /// `v` must be valid for reading `keys` rows of `value_dim` elements at `v_stride`, `probs` for reading `keys` rows
-/// of `ROW_VECTORS` vectors at `panel_rows`, `rescale` for reading `ROW_VECTORS` vectors, and `out_acc` for reading
-/// and writing `value_dim` rows of `ROW_VECTORS` vectors at `panel_rows`.
+/// of `ROW_VECTORS` vectors at `panel_rows`, the factors of `before` for reading `ROW_VECTORS` vectors, and `out_acc` for
+/// reading and writing `value_dim` rows of `ROW_VECTORS` vectors at `panel_rows`.
 #[inline(always)]
 pub(crate) unsafe fn value_block<S: Simd, A: Lane, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
     simd: S,
@@ -77,15 +88,20 @@ unsafe fn value_tile<S: Simd, A: Lane, const DIMS: usize, const ROW_VECTORS: usi
     simd: S,
     block: &mut ValueBlock<A>,
 ) {
-    let ValueBlock { v_stride, keys, panel_rows, rescale, out_acc, .. } = *block;
+    let ValueBlock { v_stride, keys, panel_rows, before, out_acc, .. } = *block;
     let lanes = A::lanes::<S>();
     // SAFETY: `dim < DIMS`, `vector < ROW_VECTORS` and the loop runs `keys` times: inside the operands by the
     // caller's promise.
     unsafe {
-        let mut acc: [[A::Vector<S>; ROW_VECTORS]; DIMS] = core::array::from_fn(|dim| {
-            core::array::from_fn(|vector| A::load::<S>(out_acc.add(dim * panel_rows + vector * lanes)))
-        });
-        if let Some(rescale) = rescale {
+        let mut acc = [[A::splat(simd, A::ZERO); ROW_VECTORS]; DIMS];
+        if !matches!(before, Before::Nothing) {
+            for dim in 0..DIMS {
+                for vector in 0..ROW_VECTORS {
+                    acc[dim][vector] = A::load::<S>(out_acc.add(dim * panel_rows + vector * lanes));
+                }
+            }
+        }
+        if let Before::SumsToRescale(rescale) = before {
             for vector in 0..ROW_VECTORS {
                 let rescale = A::load::<S>(rescale.add(vector * lanes));
                 for acc in &mut acc {
@@ -130,10 +146,13 @@ pub(crate) unsafe fn value_block_selected<S: Simd, A: Lane, const ROW_VECTORS: u
         for dim in 0..block.value_dim {
             for vector in 0..ROW_VECTORS {
                 let out_acc = block.out_acc.add(dim * block.panel_rows + vector * lanes);
-                let mut acc = A::load::<S>(out_acc);
-                if let Some(rescale) = block.rescale {
-                    acc = A::mul(simd, acc, A::load::<S>(rescale.add(vector * lanes)));
-                }
+                let mut acc = match block.before {
+                    Before::Nothing => zero,
+                    Before::Sums => A::load::<S>(out_acc),
+                    Before::SumsToRescale(rescale) => {
+                        A::mul(simd, A::load::<S>(out_acc), A::load::<S>(rescale.add(vector * lanes)))
+                    }
+                };
                 for key in 0..block.keys {
                     let value = A::splat(simd, *block.v.add(key * block.v_stride + dim));
                     let p = A::load::<S>(block.probs.add(key * block.panel_rows + vector * lanes));

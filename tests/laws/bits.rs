@@ -410,3 +410,30 @@ fn heads_taken_together_have_their_own_masks_biases_and_lengths_for<T: Number, K
         assert_eq!(pool(2).install(|| run_on(set, &token_major, &config).bits()), expected, "{set} {padding:?}");
     }
 }
+
+#[test]
+fn a_short_call_has_the_bits_of_its_tasks() {
+    fn check<T: Number>() {
+        for (q_len, kv_len) in [(1, 1), (1, 3), (2, 2), (3, 5), (4, 4), (5, 2), (4, 16), (2, 17), (1, 16)] {
+            for (head_dim, value_dim) in [(5, 3), (64, 70), (16, 1)] {
+                let shape =
+                    AttentionShape { batch: 3, num_heads: 4, num_kv_heads: 2, q_len, kv_len, head_dim, value_dim };
+                let mut problem = Problem::<T, T>::normal(&shape, 31);
+                problem.k.fill_row([1, 1, kv_len - 1], T::exactly(f64::NAN));
+                problem.v.fill_row([2, 0, 0], T::exactly(f64::INFINITY));
+                for_each_config::<T, T>(|config| {
+                    for layout in Layout::DISTINCT {
+                        let whole = Operands { kv_lens: Some(vec![kv_len; 3]), ..Operands::default() };
+                        // With lengths it is cut into tasks.
+                        let tasks = Problem { operands: whole, ..problem.clone() };
+                        let [short, tasks] =
+                            [&problem, &tasks].map(|problem| run_into(problem, &config, layout).bits());
+                        assert_eq!(short, tasks, "{shape:?} {config:?} {layout:?}");
+                    }
+                });
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
