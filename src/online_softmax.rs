@@ -74,7 +74,7 @@ pub(crate) fn softmax_row<S: Simd, A: Lane>(
 ) -> A {
     let lanes = A::lanes::<S>();
     let old_max = *running_max;
-    if keys <= FEW_KEYS && is_first_block {
+    if keys <= KEYS_IN_REGISTERS && is_first_block {
         (*running_max, *running_sum) = softmax_of_few(simd, &mut scores[..keys], scale);
         return A::ZERO;
     }
@@ -159,7 +159,7 @@ pub(crate) fn softmax_rows<S: Simd, A: Lane, const ROWS: usize>(
 
 /// Up to this many keys a row's scores stay in registers: as a vector they would go through memory, where a load that
 /// spans several stores waits for them. [measured, 8 heads of T = 2, AVX2] 801 ns through memory, 642 ns this way.
-const FEW_KEYS: usize = 4;
+const KEYS_IN_REGISTERS: usize = 4;
 
 /// Unscaled scores to probabilities, for the first and only keys of a row. Gives maximum and sum.
 #[inline(always)]

@@ -136,7 +136,7 @@ impl<T: Stored<A>, A: Lane> WithTiles for TransposeRows<'_, T, A> {
 }
 
 /// Packs the rows of Q of a task into panels `[head_dim][panel_rows]`, scaled. Lanes past the
-/// last row hold copies of it or zeros; nobody reads their results.
+/// last row hold copies of it, zeros, or in a half without rows what was there; nobody reads their results.
 pub(crate) struct PackQ<'a, T, A> {
     pub(crate) task: &'a RowBlock,
     /// Valid for reading at every index inside the layout.

@@ -6,6 +6,7 @@
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout as AllocLayout, System};
+use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -106,12 +107,14 @@ unsafe impl GlobalAlloc for Guarding {
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// The bits that `run` gives do not depend on where its memory lies, and it touches none but its own.
-fn check(run: impl Fn() -> Vec<u64>) {
+fn check(run: impl Fn() -> Vec<u64> + Sync) {
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let expected = run();
     assert!(!expected.is_empty());
+    // On a thread of its own, which has no workspace yet.
+    let run = || std::thread::scope(|scope| scope.spawn(&run).join()).unwrap_or_else(|panic| resume_unwind(panic));
     for guard in [BEHIND, BEFORE] {
-        assert!(ALLOCATOR.while_guarded(guard, &run) == expected);
+        assert!(ALLOCATOR.while_guarded(guard, run) == expected);
     }
 }
 

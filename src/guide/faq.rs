@@ -3,14 +3,14 @@
 //! # Why are there NaN in my output?
 //! Because a NaN, or an infinity that makes one, is visible: in Q, in a K or V that the row may see, or in a bias. NaN shows in exactly the rows that
 //! see it. What a mask, a window or a length hides cannot reach a row, even if it is NaN: the memory behind a cache's last token
-//! may hold anything. A row that sees no key at all is 0, with a `logsumexp` of negative infinity.
+//! may hold anything. A row that sees no key at all is 0, with a `logsumexp` of negative infinity (with sinks, the sink).
 //!
 //! # Where does the causal mask end?
 //! At the last key: the last query sees all of them, whatever `q_len` and `kv_len` are. That is right for a prompt, for a step over a cache and for a chunk
 //! of a prompt. PyTorch's `is_causal` begins at the first key instead; [`CausalAlignment`](crate::CausalAlignment) has both, and any offset.
 //!
 //! # Which memory order is fastest?
-//! Prefill does not mind: blocks are packed anyway. Decode reads K and V once, as fast as memory gives them, which is fastest
+//! Prefill does not mind: it packs blocks whose rows lie far apart. Decode reads K and V once, as fast as memory gives them, which is fastest
 //! where each KV head is one stream: [`from_bhsd`](crate::TensorView::from_bhsd), or a [`KvCache`](crate::KvCache). README.md says what token-major order costs.
 //!
 //! # How do I choose the number of threads?
@@ -28,8 +28,8 @@
 //! accumulated in f32, and a result of 16 bits is rounded once. The tests hold every instruction set and pair of element types to that.
 //!
 //! # What does it allocate?
-//! [`attention`](crate::attention()) its output; [`attention_into`](crate::attention_into) a workspace, once per calling thread; an [`AttentionPlan`](crate::AttentionPlan) with a [`Workspace`](crate::Workspace) of yours
-//! nothing. Nothing anywhere grows with `q_len * kv_len`.
+//! [`attention`](crate::attention()) its output and, like [`attention_into`](crate::attention_into), a workspace, once per calling thread; an [`AttentionPlan`](crate::AttentionPlan) with a
+//! [`Workspace`](crate::Workspace) of yours nothing, where it is serial or called from inside a pool. Nothing anywhere grows with `q_len * kv_len`.
 //!
 //! # May masks be large? Are they copied?
 //! They are read where they are, with any strides; an axis of size 1 or stride 0 is broadcast. Windows, prefixes, lengths and the causal edge need no tensor at all, and what

@@ -131,7 +131,7 @@ assert_eq!(out.len(), 3 * d_model);
 )]
 //! # No allocation, chosen threads, a chosen instruction set
 //! An [`AttentionPlan`](crate::AttentionPlan) is made once for a shape, and its workspace is yours. Threads are those of the rayon pool that a call
-//! comes from. What a plan or a config chooses changes no bit of the result, but for the instruction set.
+//! comes from. Threads change no bit of the result, nor does planning ahead; another instruction set does.
 //!
 //! ```
 //! use fused_attention::*;

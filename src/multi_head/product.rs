@@ -15,7 +15,7 @@ use std::ops::Range;
 use super::projection::{Threads, WeightStorage};
 use crate::packing::{PackKeys, TransposeRows};
 use crate::workspace::ALIGN_BYTES;
-use crate::{AttentionError, Element, Parallelism, SERIAL_BELOW_FLOPS, Workspace, schedule};
+use crate::{AttentionError, Element, Parallelism, Workspace, schedule};
 
 /// Tokens of the same number of features, `stride` apart.
 #[derive(Clone, Copy)]
@@ -100,6 +100,10 @@ impl Source {
     }
 }
 
+/// Products of fewer floating-point operations run on the calling thread: those of a single token wait for the weights' memory, not for
+/// arithmetic.
+const SERIAL_BELOW_FLOPS: u128 = 1 << 21;
+
 /// How a product is cut.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cut {
@@ -123,7 +127,7 @@ impl Cut {
         parallelism: Parallelism,
     ) -> Self {
         let flops = [2, tokens, inputs, outputs].into_iter().fold(1u128, |flops, n| flops.saturating_mul(n as u128));
-        let threads = if flops < SERIAL_BELOW_FLOPS.into() { 1 } else { schedule::max_threads(parallelism) };
+        let threads = if flops < SERIAL_BELOW_FLOPS { 1 } else { schedule::max_threads(parallelism) };
         let most = (outputs / FEWEST_OUTPUTS).max(1);
         let for_cache = outputs.saturating_mul(inputs).div_ceil(BLOCK_WEIGHTS).max(1);
         let for_threads = for_cache.next_multiple_of(threads.min(most)); // each thread the same number

@@ -1,12 +1,12 @@
 //! The same numbers give the same bits, however they lie in memory, whatever runs beside them, on any threads.
 
 use crate::common::{
-    Answer, Generator, Layout, Number, Operands, Problem, Tensor, by_profile, by_types, for_each_pair,
+    Answer, BoolTensor, Generator, Layout, Number, Operands, Problem, Tensor, by_profile, by_types, for_each_pair,
     instruction_sets, masks_for, one_head, run, run_into, run_on,
 };
 use fused_attention::{
-    AttentionConfig, AttentionOutputs, AttentionShape, InstructionSet, KvPadding, Parallelism, attention,
-    attention_into,
+    AttentionConfig, AttentionOutputs, AttentionShape, CausalAlignment, InstructionSet, KvPadding, Parallelism,
+    attention, attention_into,
 };
 
 /// Odd in every axis, two blocks of keys at least; with two panels of rows at least, and with a few rows, which another
@@ -414,14 +414,28 @@ fn heads_taken_together_have_their_own_masks_biases_and_lengths_for<T: Number, K
 #[test]
 fn a_short_call_has_the_bits_of_its_tasks() {
     fn check<T: Number>() {
-        for (q_len, kv_len) in [(1, 1), (1, 3), (2, 2), (3, 5), (4, 4), (5, 2), (4, 16), (2, 17), (1, 16)] {
-            for (head_dim, value_dim) in [(5, 3), (64, 70), (16, 1)] {
+        // Some see nothing; the last two are no short calls.
+        for (q_len, kv_len) in
+            [(1, 1), (1, 3), (2, 2), (3, 5), (4, 4), (3, 1), (4, 2), (4, 16), (1, 16), (5, 2), (2, 17)]
+        {
+            for (head_dim, value_dim) in [(5, 3), (64, 70), (16, 1), (1, 141)] {
                 let shape =
                     AttentionShape { batch: 3, num_heads: 4, num_kv_heads: 2, q_len, kv_len, head_dim, value_dim };
                 let mut problem = Problem::<T, T>::normal(&shape, 31);
                 problem.k.fill_row([1, 1, kv_len - 1], T::exactly(f64::NAN));
                 problem.v.fill_row([2, 0, 0], T::exactly(f64::INFINITY));
-                for_each_config::<T, T>(|config| {
+                let configs = [
+                    AttentionConfig::causal(),
+                    AttentionConfig::full(),
+                    crate::common::top_left(),
+                    AttentionConfig::sliding_window(2),
+                    AttentionConfig::full().with_window(Some(1), Some(1)),
+                    AttentionConfig::causal().with_causal_alignment(CausalAlignment::Offset(-2)),
+                    AttentionConfig::causal().with_causal_alignment(CausalAlignment::Offset(1000)),
+                ];
+                for (set, config) in instruction_sets().into_iter().flat_map(|set| configs.map(|config| (set, config)))
+                {
+                    let config = config.with_instruction_set(set);
                     for layout in Layout::DISTINCT {
                         let whole = Operands { kv_lens: Some(vec![kv_len; 3]), ..Operands::default() };
                         // With lengths it is cut into tasks.
@@ -430,7 +444,43 @@ fn a_short_call_has_the_bits_of_its_tasks() {
                             [&problem, &tasks].map(|problem| run_into(problem, &config, layout).bits());
                         assert_eq!(short, tasks, "{shape:?} {config:?} {layout:?}");
                     }
-                });
+                }
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn what_an_earlier_call_left_in_the_accumulators_does_not_show() {
+    fn check<T: Number>() {
+        let causal = AttentionConfig::causal();
+        let top_left = crate::common::top_left();
+        for (q_len, kv_len, config) in [
+            (120, 30, causal),                                                // rows that see nothing
+            (40, 40, AttentionConfig::sliding_window(4)),                     // a half has a part before the other
+            (70, 400, AttentionConfig::sliding_window(4).with_prefix_len(3)), // two parts
+            (150, 4000, AttentionConfig::sliding_window(40)),                 // chunks that some rows do not see
+            (150, 4000, top_left),
+        ] {
+            let clean = Problem::<T, T>::normal(&one_head(q_len, kv_len, 8, 7), 1);
+            let mut shown = vec![false; q_len * kv_len];
+            shown[kv_len + 7] = true; // of query 1, key 7 alone
+            let mask = BoolTensor::from_fn([1, 1, q_len, kv_len], |[_, _, i, j]| shown[i * kv_len + j]);
+            let masked = Operands { mask: Some(mask), ..Operands::default() };
+            let mut spoilt = clean.clone();
+            spoilt.q.data.fill(T::exactly(f64::NAN));
+            spoilt.v.data.fill(T::exactly(f64::NAN));
+            for problem in [Problem { operands: masked, ..clean.clone() }, clean.clone()] {
+                for set in instruction_sets() {
+                    let run = |problem: &Problem<T, T>, config: AttentionConfig| run_on(set, problem, &config).bits();
+                    // A new thread has a new workspace.
+                    let fresh = || std::thread::scope(|scope| scope.spawn(|| run(&problem, config)).join());
+                    let fresh = fresh().unwrap();
+                    run(&spoilt, AttentionConfig::full());
+                    assert_eq!(run(&problem, config), fresh, "{set} {config:?}");
+                }
             }
         }
     }
