@@ -2,9 +2,7 @@
 
 use std::fs;
 
-use serde::Serialize;
-
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone)]
 pub struct Machine {
     pub cpu: String,
     pub cores: usize,

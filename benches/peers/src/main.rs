@@ -99,13 +99,13 @@ fn run(options: &Options) -> Result<()> {
                 Dtype::F64 => Err("no peer is measured in f64".into()),
             }?;
             progress.suspend(|| rows.iter().for_each(|row| eprintln!("{}", row.line())));
-            report.rows.extend(rows);
+            report.add(rows);
             report.absent(case, absences);
         }
         progress.inc(1);
         // What a run of hours has found is kept if it is interrupted.
         if let Some(stem) = &out {
-            fs::write(format!("{stem}.json"), serde_json::to_string_pretty(&report)?)?;
+            fs::write(format!("{stem}.json"), report.json()?)?;
         }
     }
     progress.finish_and_clear();
@@ -121,8 +121,8 @@ fn run(options: &Options) -> Result<()> {
                 print!("{}", table::markdown(&report));
             }
         }
-        Some("-") => println!("{}", serde_json::to_string_pretty(&report.rows)?),
-        Some(path) => fs::write(path, serde_json::to_string_pretty(&report.rows)?)?,
+        Some("-") => print!("{}", report.json()?),
+        Some(path) => fs::write(path, report.json()?)?,
     }
     Ok(())
 }

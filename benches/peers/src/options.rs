@@ -76,7 +76,7 @@ pub struct Options {
     #[arg(long, value_name = "NAME")]
     pub cpu: Option<String>,
 
-    /// Also writes the rows alone, as a JSON array, to FILE, or with `-` to stdout
+    /// Also writes the rows, as a JSON array, to FILE, or with `-` to stdout
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<String>,
 

@@ -16,7 +16,7 @@ use crate::python::Workers;
 pub type Absence = (String, String);
 
 /// All of a run.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct Report {
     pub machine: Machine,
     pub command: String,
@@ -27,7 +27,7 @@ pub struct Report {
     pub absent: Vec<AbsentPeer>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct AbsentPeer {
     pub peer: String,
     pub reason: String,
@@ -64,7 +64,7 @@ pub struct Row {
     /// `2 * (head_dim + value_dim)` for each visible score of each head.
     pub visible_flops: u64,
     pub gflops: f64,
-    /// Of independent multiply-add chains on the same threads, in the same rounds.
+    /// Of independent multiply-add chains on the same threads: in turns with everyone, the best of the run.
     pub peak_gflops: f64,
     pub fraction_of_peak: f64,
     pub kv_bytes: usize,
@@ -83,6 +83,7 @@ pub struct Row {
 #[derive(Debug, Clone, Serialize)]
 pub struct MemoryOfPeer {
     pub peer: String,
+    pub part: Part,
     pub series: String,
     pub x: usize,
     /// Beyond the inputs, the output included.
@@ -108,6 +109,26 @@ impl Report {
         let command =
             std::iter::once("peers".to_owned()).chain(hidden_python(std::env::args().skip(1))).collect::<Vec<_>>();
         Self { machine, command: command.join(" "), versions, rows: vec![], memory: vec![], absent }
+    }
+
+    /// Adds the rows of a case. The peak is the best that was seen so far on as many threads: what else the machine does hits a case of
+    /// a few rounds harder than a run.
+    pub fn add(&mut self, rows: Vec<Row>) {
+        let Some(first) = rows.first() else { return };
+        let threads = first.threads;
+        self.rows.extend(rows);
+        let of_threads = || self.rows.iter().filter(|row| row.threads == threads);
+        let peak = of_threads().map(|row| row.peak_gflops).fold(0.0, f64::max);
+        for row in self.rows.iter_mut().filter(|row| row.threads == threads) {
+            (row.peak_gflops, row.fraction_of_peak) = (peak, row.gflops / peak);
+        }
+    }
+
+    /// All rows as a JSON array, one a line.
+    pub fn json(&self) -> crate::Result<String> {
+        let rows = self.rows.iter().map(serde_json::to_string);
+        let lines: Vec<String> = rows.chain(self.memory.iter().map(serde_json::to_string)).collect::<Result<_, _>>()?;
+        Ok(format!("[\n{}\n]\n", lines.join(",\n")))
     }
 
     /// Notes who has no number for a case.

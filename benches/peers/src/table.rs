@@ -82,8 +82,8 @@ pub fn markdown(report: &Report) -> String {
     text += "Versions: ";
     let versions: Vec<String> = report.versions.iter().map(|(name, version)| format!("{name} {version}")).collect();
     text += &versions.join(", ");
-    text += ".\n\nPeak is what independent multiply-adds reach on the same threads in the same rounds, read what a streaming read of the same K \
-             and V does. \"Best peer\" is ours divided by the fastest of the others: below 1 we lose. Empty: see the end.\n";
+    text += ".\n\nPeak is what independent multiply-adds reach on the same threads, in turns with everyone, the best of the run; read what a streaming \
+             read of the same K and V does, the best of the case. \"Best peer\" is ours divided by the fastest of the others: below 1 we lose. Empty: see the end.\n";
     for series in Series::all(report) {
         write_series(&mut text, &series);
     }
