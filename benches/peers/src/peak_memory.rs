@@ -43,7 +43,14 @@ pub fn of_all(options: &Options, case: &Case, workers: &Workers) -> (Vec<MemoryO
     for (peer, bytes) in found {
         match bytes {
             Ok(peak_bytes) => {
-                rows.push(MemoryOfPeer { peer, part: Part::Memory, series: case.series(), x: case.x().1, peak_bytes, output_bytes });
+                rows.push(MemoryOfPeer {
+                    peer,
+                    part: Part::Memory,
+                    series: case.series(),
+                    x: case.x().1,
+                    peak_bytes,
+                    output_bytes,
+                });
             }
             Err(reason) => absences.push((peer, reason)),
         }

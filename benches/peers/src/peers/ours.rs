@@ -45,7 +45,8 @@ impl<T: Scalar> Call for Ours<'_, T> {
         for b in 0..batch {
             for h in 0..heads {
                 for i in 0..queries {
-                    let row = (0..features).map(|d| view.get([b, h, i, d]).map_or(f32::NAN, |x| Number::to_f64(x) as f32));
+                    let row =
+                        (0..features).map(|d| view.get([b, h, i, d]).map_or(f32::NAN, |x| Number::to_f64(x) as f32));
                     out.extend(row);
                 }
             }
