@@ -415,10 +415,11 @@ fn heads_taken_together_have_their_own_masks_biases_and_lengths_for<T: Number, K
 fn a_short_call_has_the_bits_of_its_tasks() {
     fn check<T: Number>() {
         // Some see nothing; the last two are no short calls.
-        for (q_len, kv_len) in
-            [(1, 1), (1, 3), (2, 2), (3, 5), (4, 4), (3, 1), (4, 2), (4, 16), (1, 16), (5, 2), (2, 17)]
-        {
-            for (head_dim, value_dim) in [(5, 3), (64, 70), (16, 1), (1, 141)] {
+        let lens = [(4, 2), (4, 16), (1, 1), (3, 5), (1, 3), (2, 2), (4, 4), (3, 1), (1, 16), (5, 2), (2, 17)];
+        let layouts = &Layout::DISTINCT[..by_profile(Layout::DISTINCT.len(), 2)];
+        for &(q_len, kv_len) in &lens[..by_profile(lens.len(), 2)] {
+            for (head_dim, value_dim) in by_profile(vec![(5, 3), (64, 70), (16, 1), (1, 141)], vec![(5, 3), (17, 141)])
+            {
                 let shape =
                     AttentionShape { batch: 3, num_heads: 4, num_kv_heads: 2, q_len, kv_len, head_dim, value_dim };
                 let mut problem = Problem::<T, T>::normal(&shape, 31);
@@ -436,7 +437,7 @@ fn a_short_call_has_the_bits_of_its_tasks() {
                 for (set, config) in instruction_sets().into_iter().flat_map(|set| configs.map(|config| (set, config)))
                 {
                     let config = config.with_instruction_set(set);
-                    for layout in Layout::DISTINCT {
+                    for &layout in layouts {
                         let whole = Operands { kv_lens: Some(vec![kv_len; 3]), ..Operands::default() };
                         // With lengths it is cut into tasks.
                         let tasks = Problem { operands: whole, ..problem.clone() };
@@ -456,13 +457,13 @@ fn a_short_call_has_the_bits_of_its_tasks() {
 fn what_an_earlier_call_left_in_the_accumulators_does_not_show() {
     fn check<T: Number>() {
         let causal = AttentionConfig::causal();
-        let top_left = crate::common::top_left();
+        let (top_left, many_keys) = (crate::common::top_left(), by_profile(4000, 1600));
         for (q_len, kv_len, config) in [
             (120, 30, causal),                                                // rows that see nothing
             (40, 40, AttentionConfig::sliding_window(4)),                     // a half has a part before the other
             (70, 400, AttentionConfig::sliding_window(4).with_prefix_len(3)), // two parts
-            (150, 4000, AttentionConfig::sliding_window(40)),                 // chunks that some rows do not see
-            (150, 4000, top_left),
+            (150, many_keys, AttentionConfig::sliding_window(40)),            // chunks that some rows do not see
+            (150, many_keys, top_left),
         ] {
             let clean = Problem::<T, T>::normal(&one_head(q_len, kv_len, 8, 7), 1);
             let mut shown = vec![false; q_len * kv_len];
