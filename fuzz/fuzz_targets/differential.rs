@@ -1,4 +1,5 @@
-//! Small calls on every instruction set against the reference in f64.
+//! Small calls on every instruction set against the reference in f64. One in 16 is large enough to be shared among threads, and its bits in a
+//! pool are those on one thread.
 //!
 //! The bound is that of the test suite, `2 * err(unfused) + 8 * eps * max|V|` in the accumulator's type, plus the roundings that each
 //! sum may make (half an ulp of every partial sum): a fuzzer finds the inputs on which the unfused version happens to make no error at
@@ -10,9 +11,10 @@
 use arbitrary::Arbitrary;
 use fused_attention::reference;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, AttentionShape, CausalAlignment, Element, KvPadding, Mask, attention_into,
+    AttentionConfig, AttentionInputs, AttentionPlan, AttentionShape, CausalAlignment, Element, KvPadding, Mask,
+    Parallelism, SERIAL_BELOW_FLOPS, attention_into,
 };
-use fused_attention_fuzz::answer::{assert_right, outputs};
+use fused_attention_fuzz::answer::{POOL, POOL_THREADS, assert_right, outputs};
 use fused_attention_fuzz::{
     Masked, Memory, Number, Real, Special, Tensor, for_types, instruction_sets, normal, offsets, put_specials,
 };
@@ -24,6 +26,8 @@ struct Case {
     types: u8,
     /// Few rows against so many keys that they are cut into chunks.
     is_long: bool,
+    /// One input in 16 is large.
+    is_large: u8,
     left_padding: bool,
     kv_lens: Option<[u16; 2]>,
     batch: u8,
@@ -41,6 +45,10 @@ struct Case {
     ascending: bool,
     specials: [Option<Special>; 4],
 }
+
+/// Multiply-adds of a large input: twice as many operations, which several threads share.
+const MOST_LARGE_WORK: usize = 1 << 19;
+const _: () = assert!(2 * MOST_LARGE_WORK as u64 >= 2 * SERIAL_BELOW_FLOPS, "no input is shared among threads");
 
 const SCALES: [f64; 8] = [0.0, 0.125, 0.5, 1.0, 2.5, -0.125, -1.0, 1e-3];
 
@@ -67,6 +75,10 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
         (head_dim, value_dim) = (1 + head_dim % 9, value_dim % 9);
         (q_len, kv_len) = (q_len % 33, usize::from(case.kv_len % 2500));
         most_work = 1 << 17;
+    }
+    let is_large = case.is_large % 16 == 15;
+    if is_large {
+        most_work = MOST_LARGE_WORK;
     }
     while batch * num_heads * q_len * kv_len * (head_dim + value_dim) > most_work {
         if q_len > if case.is_long { 1 } else { 4 } { q_len /= 2 } else { kv_len /= 2 }
@@ -95,13 +107,34 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     let rows: Vec<Row<T::Acc>> =
         (0..batch * num_heads * q_len).map(|row| Row::new(&contiguous, &config, &shape, inputs.kv_lens, row)).collect();
 
+    let plan = POOL.install(|| AttentionPlan::<T::Acc>::with_accumulator(&shape, &config)).expect("a valid call");
+    let most_flops = (2 * batch * num_heads * q_len * kv_len * (head_dim + value_dim)) as u64;
+    if most_flops < SERIAL_BELOW_FLOPS {
+        assert_eq!(plan.threads(), 1, "{plan}");
+    } else if config.mask == Mask::Full {
+        // Each KV head is a task at least.
+        assert!(plan.threads() >= POOL_THREADS.min(batch * num_kv_heads), "{plan}");
+    }
+
     let out_shape = [batch, num_heads, q_len, value_dim];
     let strides = case.memory[3].strides(out_shape);
     for set in instruction_sets() {
-        let mut out = Tensor::new(out_shape, strides, T::CANARY, |_| T::CANARY)?;
-        let mut logsumexp = vec![T::Acc::NAN; batch * num_heads * q_len];
-        attention_into(&inputs, &mut outputs(&mut out, &mut logsumexp), &config.with_instruction_set(set))
-            .expect("a valid call");
+        let call = |parallelism| {
+            let config = config.with_instruction_set(set).with_parallelism(parallelism);
+            let mut out = Tensor::new(out_shape, strides, T::CANARY, |_| T::CANARY)?;
+            let mut logsumexp = vec![T::Acc::NAN; batch * num_heads * q_len];
+            attention_into(&inputs, &mut outputs(&mut out, &mut logsumexp), &config).expect("a valid call");
+            Some((out, logsumexp))
+        };
+        let (out, logsumexp) = call(Parallelism::Serial)?;
+        if is_large {
+            // Gaps hold canaries in both.
+            let (pooled_out, pooled_logsumexp) = POOL.install(|| call(Parallelism::Rayon))?;
+            let bits = |data: &[T]| -> Vec<u64> { data.iter().map(|x| x.bits()).collect() };
+            assert!(bits(&out.data) == bits(&pooled_out.data), "{set}: bits change with threads");
+            let bits = |data: &[T::Acc]| -> Vec<u64> { data.iter().map(|x| x.to_f64().to_bits()).collect() };
+            assert!(bits(&logsumexp) == bits(&pooled_logsumexp), "{set}: bits change with threads");
+        }
 
         let out_bound = |i: usize| {
             let row = &rows[i / value_dim];

@@ -1,16 +1,14 @@
 //! Packed sequences of any lengths, with offsets that are right or not: the bits of separate calls on any number of threads, or an error
-//! and nothing written.
+//! and nothing written. One input in 16 is large enough for several threads, and for chunks of keys.
 
 #![no_main]
 
-use std::sync::LazyLock;
-
 use arbitrary::Arbitrary;
 use fused_attention::{
-    AttentionConfig, AttentionInputs, CuSeqlens, Element, Parallelism, TensorView, attention_varlen,
-    attention_varlen_into,
+    AttentionConfig, AttentionInputs, AttentionPlan, AttentionShape, CuSeqlens, Element, Mask, Parallelism,
+    SERIAL_BELOW_FLOPS, TensorView, VarlenPlan, Window, attention_varlen, attention_varlen_into,
 };
-use fused_attention_fuzz::answer::outputs;
+use fused_attention_fuzz::answer::{POOL, POOL_THREADS, outputs};
 use fused_attention_fuzz::packed::assert_separate;
 use fused_attention_fuzz::scores::{Visible, sinks, slopes};
 use fused_attention_fuzz::{
@@ -22,6 +20,9 @@ use libfuzzer_sys::fuzz_target;
 struct Case {
     /// Of Q and the output, and of K and V.
     types: u8,
+    /// One input in 16 is large, begins with a sequence of these queries and keys, and runs on one instruction set.
+    is_large: u8,
+    first: [u16; 2],
     num_kv_heads: u8,
     group_size: u8,
     head_dim: u8,
@@ -63,12 +64,40 @@ enum Fault {
 
 const MOST_SEQUENCES: usize = 12;
 
-static POOL: LazyLock<rayon::ThreadPool> =
-    LazyLock::new(|| rayon::ThreadPoolBuilder::new().num_threads(3).build().expect("threads"));
+/// Keys of the first sequence of a large input: up to three chunks of them in decode, two in prefill.
+const MOST_KEYS: usize = 2600;
 
-fuzz_target!(|case: Case| {
-    for_types!(case.types, run, &case);
-});
+/// Multiply-adds of an input, and of a large one: twice as many operations, which several threads share.
+const MOST_WORK: usize = 1 << 15;
+const MOST_LARGE_WORK: usize = 1 << 19;
+const _: () = assert!(2 * MOST_LARGE_WORK as u64 >= 2 * SERIAL_BELOW_FLOPS, "no input is shared among threads");
+
+fuzz_target!(
+    init: {
+        assert_large_ones_are_cut();
+    },
+    |case: Case| {
+        for_types!(case.types, run, &case);
+    }
+);
+
+/// That large inputs can be what they are for, whatever the library's limits have become.
+fn assert_large_ones_are_cut() {
+    let sizes = |num_heads, q_len| AttentionShape {
+        batch: 1,
+        num_heads,
+        num_kv_heads: 1,
+        q_len,
+        kv_len: MOST_KEYS - 1,
+        head_dim: 9,
+        value_dim: 9,
+    };
+    for (shape, chunks) in [(sizes(1, 8), "(3 chunks"), (sizes(3, 3), "(2 chunks")] {
+        assert!(shape.num_heads * shape.q_len * shape.kv_len * 18 <= MOST_LARGE_WORK, "too large itself");
+        let plan = AttentionPlan::new(&shape, &AttentionConfig::full()).expect("a valid call").to_string();
+        assert!(plan.contains(chunks), "{plan}, but not {chunks}");
+    }
+}
 
 fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> {
     let num_kv_heads = 1 + usize::from(case.num_kv_heads % 3);
@@ -77,7 +106,19 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     let [head_dim, value_dim] = [1 + dim(case.head_dim), dim(case.value_dim)];
     // Most sequences are short, a few are long enough for several blocks.
     let len = |len: u8| usize::from(if len < 0xf0 { len % 24 } else { len });
-    let lens = case.lens.iter().take(MOST_SEQUENCES).map(|lens| lens.map(len));
+    let mut lens: Vec<[usize; 2]> = case.lens.iter().take(MOST_SEQUENCES).map(|lens| lens.map(len)).collect();
+    let work_of = |lens: &[[usize; 2]]| -> usize {
+        let scores: usize = lens.iter().map(|[queries, keys]| queries.saturating_mul(*keys)).sum();
+        scores.saturating_mul(num_heads * (head_dim + value_dim))
+    };
+    let is_large = case.is_large % 16 == 15;
+    if is_large {
+        lens.insert(0, [1 + usize::from(case.first[0] % 40), usize::from(case.first[1]) % MOST_KEYS]);
+        while work_of(&lens) > MOST_LARGE_WORK {
+            let [queries, keys] = lens.iter_mut().max_by_key(|[queries, keys]| queries * keys)?;
+            *if *queries > 1 { queries } else { keys } /= 2;
+        }
+    }
     let mut cu_seqlens = [vec![0], vec![0]];
     for lens in lens {
         for (offsets, len) in cu_seqlens.iter_mut().zip(lens) {
@@ -86,7 +127,7 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     }
     let [total_q, total_k] =
         [0, 1].map(|side| cu_seqlens[side].last().unwrap_or(&0) + usize::from(case.behind[side] % 8));
-    if num_heads * total_q * total_k * (head_dim + value_dim) > 1 << 15 {
+    if !is_large && work_of(&[[total_q, total_k]]) > MOST_WORK {
         return None;
     }
 
@@ -111,6 +152,12 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
         offsets.first() == Some(&0) && offsets.is_sorted() && offsets.last().is_some_and(|&last| last <= total)
     };
     is_right &= rises(cu_q, total_q) && rises(cu_k, total_k) && cu_q.len() == cu_k.len();
+    let lens: Vec<[usize; 2]> =
+        cu_q.windows(2).zip(cu_k.windows(2)).map(|(q, k)| [q, k].map(|ends| ends[1].saturating_sub(ends[0]))).collect();
+    // Another offset can make a large one larger.
+    if is_right && work_of(&lens) > MOST_LARGE_WORK {
+        return None;
+    }
 
     let mut state = case.seed | 1;
     let q = tensor::<T>(case, &mut state, 0, [batch, num_heads, total_q, head_dim])?;
@@ -141,7 +188,15 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
     is_right &= logsumexp_len == batch * num_heads * total_q;
     let out_shape = [batch, num_heads, total_q, value_dim];
     let strides = case.memory[3].strides(out_shape)?;
-    for set in instruction_sets() {
+    if is_right {
+        assert_threads(&inputs, [cu_q, cu_k], &config, 2 * work_of(&lens) as u64);
+    }
+    let mut sets = instruction_sets();
+    if is_large {
+        // All of them would take longer than the small inputs together.
+        sets = vec![sets[usize::from(case.is_large / 16) % sets.len()]];
+    }
+    for set in sets {
         let config = config.with_instruction_set(set);
         let offsets = CuSeqlens::new(cu_q, cu_k);
         let call = |config: &AttentionConfig| {
@@ -172,6 +227,25 @@ fn run<T: Number, K: Number + Element<Acc = T::Acc>>(case: &Case) -> Option<()> 
         assert_separate(&inputs, &config, [cu_q, cu_k]);
     }
     Some(())
+}
+
+/// That no small call is shared in the pool, and that a large one is wherever every score counts.
+fn assert_threads<T: Number, K: Number + Element<Acc = T::Acc>>(
+    inputs: &AttentionInputs<'_, T, K>,
+    [cu_q, cu_k]: [&[usize]; 2],
+    config: &AttentionConfig,
+    most_flops: u64,
+) {
+    let shape = AttentionShape::of(inputs).expect("the sizes agree");
+    let plan = || VarlenPlan::<T::Acc>::with_accumulator(&shape, CuSeqlens::new(cu_q, cu_k), config);
+    let threads = POOL.install(plan).expect("a valid call").threads();
+    if most_flops < SERIAL_BELOW_FLOPS {
+        assert_eq!(threads, 1, "{most_flops} operations");
+    } else if config.mask == Mask::Full && config.window == Window::default() {
+        // Each KV head of a sequence is a task at least.
+        let sequences = cu_q.windows(2).filter(|queries| queries[0] < queries[1]).count();
+        assert!(threads >= POOL_THREADS.min(shape.num_kv_heads * sequences), "{most_flops} operations");
+    }
 }
 
 fn tensor<T: Number>(case: &Case, state: &mut u64, which: usize, shape: [usize; 4]) -> Option<Tensor<T>> {

@@ -1,9 +1,18 @@
 //! What a call writes, and how it is compared with the reference.
 
+use std::sync::LazyLock;
+
 use fused_attention::reference::ReferenceOutput;
 use fused_attention::{AttentionOutputs, Element, InstructionSet, TensorViewMut};
 
 use crate::{Number, Tensor, agree, offsets};
+
+/// More than one, and no power of two.
+pub const POOL_THREADS: usize = 3;
+
+/// Where calls that are large enough are shared among threads.
+pub static POOL: LazyLock<rayon::ThreadPool> =
+    LazyLock::new(|| rayon::ThreadPoolBuilder::new().num_threads(POOL_THREADS).build().expect("threads"));
 
 /// Calls a function with the element type of Q and the output, and that of K and V: all ten pairs.
 #[macro_export]

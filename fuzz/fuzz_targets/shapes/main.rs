@@ -1,20 +1,28 @@
-//! Arbitrary shapes, strides, slice lengths and configurations: `Ok` or an `AttentionError`, never a panic, never an
+//! Arbitrary shapes, strides, slice lengths, operands and configurations: `Ok` or an `AttentionError`, never a panic, never an
 //! access out of bounds.
 
 #![no_main]
 
+mod operands;
+mod partials;
+mod tensors;
+mod weights;
+
 use arbitrary::Arbitrary;
 use fused_attention::{
-    AttentionError, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, KvPadding, Parallelism,
-    TensorView, TensorViewMut, Workspace, attention, attention_into,
+    AttentionConfig, AttentionInputs, AttentionOutputs, AttentionPlan, AttentionShape, CausalAlignment, KvPadding,
+    Parallelism, Workspace, attention, attention_into,
 };
-use fused_attention_fuzz::{CANARY, Masked, Memory, Size, instruction_sets, offsets, reach};
+use fused_attention_fuzz::{CANARY, Masked, Size, instruction_sets, offsets};
 use libfuzzer_sys::fuzz_target;
+
+use operands::{HeadNumbers, KvLens, Operand};
+use partials::Partials;
+use tensors::{Description, MAX_SLICE, Tensor, filled, in_range};
+use weights::Asked;
 
 /// Multiply-adds of one input; beyond, it is only checked and planned.
 const MAX_WORK: u128 = 1 << 20;
-/// Elements of one slice.
-const MAX_SLICE: usize = 1 << 16;
 
 #[derive(Debug, Arbitrary)]
 struct Case {
@@ -25,8 +33,16 @@ struct Case {
     v: Tensor,
     out: Tensor,
     logsumexp: Option<i8>,
-    masked: Masked,
+    configured: Configured,
     softmax_scale: Option<f64>,
+    mask: Option<Operand>,
+    bias: Option<Operand>,
+    slopes: Option<HeadNumbers>,
+    sinks: Option<HeadNumbers>,
+    /// Some of the queries, or of the keys, alone.
+    ranges: [Option<[Size; 2]>; 2],
+    asked: Option<Asked>,
+    partials: Option<Partials>,
     instruction_set: Option<u8>,
     serial: bool,
     workspace_missing: u8,
@@ -44,105 +60,38 @@ struct Sizes {
     value_dim: Size,
 }
 
-/// Lengths of the sequences.
-#[derive(Debug, Arbitrary)]
-struct KvLens {
-    /// Lengths more or fewer than sequences.
-    count_change: Option<i8>,
-    lens: [Length; 3],
-    left: bool,
+/// What the config hides, and does to scores.
+#[derive(Debug, Clone, Copy, Arbitrary)]
+struct Configured {
+    masked: Masked,
+    /// Another place for the causal diagonal.
+    offset: Option<i64>,
+    window: [Option<Size>; 2],
+    prefix_len: Option<Size>,
+    softcap: Option<Softcap>,
 }
 
 #[derive(Debug, Clone, Copy, Arbitrary)]
-enum Length {
-    Within(u16),
-    Whole,
-    Any(Size),
+enum Softcap {
+    /// In steps of 1/16.
+    Plain(u8),
+    Any(f64),
 }
 
-impl KvLens {
-    fn get(&self, batch: usize, kv_len: usize) -> Vec<usize> {
-        let count = batch.min(1 << 10).saturating_add_signed(isize::from(self.count_change.unwrap_or(0)));
-        let length = |i: usize| match self.lens[i % 3] {
-            Length::Within(n) => usize::from(n) % kv_len.saturating_add(1).max(1),
-            Length::Whole => kv_len,
-            Length::Any(size) => size.get(),
-        };
-        (0..count).map(length).collect()
-    }
-}
-
-#[derive(Debug, Arbitrary)]
-struct Tensor {
-    layout: Layout,
-    /// Another size for one axis.
-    change: Option<(u8, Size)>,
-    /// Elements more or fewer than the view reaches.
-    slice_change: Option<i8>,
-}
-
-#[derive(Debug, Arbitrary)]
-enum Layout {
-    Bhsd,
-    Bshd,
-    Strided(Memory),
-    AnyStrides([Size; 4]),
-}
-
-/// A tensor before it becomes a view.
-struct Description<'c> {
-    shape: [usize; 4],
-    strides: Option<[usize; 4]>,
-    tensor: &'c Tensor,
-    len: usize,
-}
-
-impl<'c> Description<'c> {
-    fn new(tensor: &'c Tensor, mut shape: [usize; 4], is_output: bool) -> Self {
-        if let Some((axis, size)) = tensor.change {
-            shape[usize::from(axis % 4)] = size.get();
+impl Configured {
+    fn config(&self) -> AttentionConfig {
+        let mut config = self.masked.config();
+        if let Some(offset) = self.offset {
+            config = config.with_causal_alignment(CausalAlignment::Offset(offset as isize));
         }
-        let [_, heads, len, dim] = shape;
-        let strides = match &tensor.layout {
-            Layout::Bhsd => row_major([heads, len, dim]),
-            Layout::Bshd => row_major([len, heads, dim]).map(|[batch, len, heads, dim]| [batch, heads, len, dim]),
-            Layout::Strided(memory) if is_output => memory.strides(shape),
-            Layout::Strided(memory) => memory.input_strides(shape),
-            Layout::AnyStrides(strides) => Some(strides.map(Size::get)),
-        };
-        // Where the reach is too large for a slice, the view must be refused whatever the slice.
-        let exact = strides.and_then(|strides| reach(shape, strides)).filter(|&n| n <= MAX_SLICE).unwrap_or(64);
-        let len = exact.saturating_add_signed(isize::from(tensor.slice_change.unwrap_or(0)));
-        Self { shape, strides, tensor, len }
+        let [left, right] = self.window.map(|limit| limit.map(Size::get));
+        config = config.with_window(left, right).with_prefix_len(self.prefix_len.map_or(0, Size::get));
+        match self.softcap {
+            Some(Softcap::Plain(n)) => config.with_softcap(f64::from(n) / 16.0),
+            Some(Softcap::Any(softcap)) => config.with_softcap(softcap),
+            None => config,
+        }
     }
-
-    fn view<'a>(&self, data: &'a [f32]) -> Option<Result<TensorView<'a, f32>, AttentionError>> {
-        let [batch, heads, len, dim] = self.shape;
-        Some(match self.tensor.layout {
-            Layout::Bhsd => TensorView::from_bhsd(data, self.shape),
-            Layout::Bshd => TensorView::from_bshd(data, [batch, len, heads, dim]),
-            _ => TensorView::with_strides(data, self.shape, self.strides?),
-        })
-    }
-
-    fn view_mut<'a>(&self, data: &'a mut [f32]) -> Option<Result<TensorViewMut<'a, f32>, AttentionError>> {
-        let [batch, heads, len, dim] = self.shape;
-        Some(match self.tensor.layout {
-            Layout::Bhsd => TensorViewMut::from_bhsd(data, self.shape),
-            Layout::Bshd => TensorViewMut::from_bshd(data, [batch, len, heads, dim]),
-            _ => TensorViewMut::with_strides(data, self.shape, self.strides?),
-        })
-    }
-}
-
-/// Strides of contiguous memory with these inner sizes.
-fn row_major([a, b, c]: [usize; 3]) -> Option<[usize; 4]> {
-    let bc = b.checked_mul(c)?;
-    Some([a.checked_mul(bc)?, bc, c, 1])
-}
-
-fn filled(len: usize) -> Box<[f32]> {
-    (0..len).map(|i| (i % 13) as f32 / 8.0 - 0.75).collect()
 }
 
 fuzz_target!(|case: Case| {
@@ -156,7 +105,7 @@ fn run(case: &Case) -> Option<()> {
         [sizes.q_len, sizes.kv_len, sizes.head_dim, sizes.value_dim].map(Size::get);
     let num_heads = num_kv_heads.wrapping_mul(group_size);
 
-    let mut config = case.masked.config();
+    let mut config = case.configured.config();
     if let Some(scale) = case.softmax_scale {
         config = config.with_softmax_scale(scale);
     }
@@ -176,56 +125,75 @@ fn run(case: &Case) -> Option<()> {
     if let Ok(plan) = AttentionPlan::new(&free, &config) {
         assert_eq!(*plan.shape(), free);
         let _ = (plan.workspace_len(), plan.threads(), plan.to_string());
+        let is_softcap = |x: f64| x as f32 > 0.0 && (x as f32).is_finite() && ((2.0 / x) as f32).is_finite();
+        assert!(config.softcap.is_none_or(is_softcap), "softcap {:?}", config.softcap);
+    }
+
+    if let Some(partials) = &case.partials {
+        partials.run([batch, num_heads, q_len, value_dim]);
     }
 
     let q = Description::new(&case.q, [batch, num_heads, q_len, head_dim], false);
     let k = Description::new(&case.k, [batch, num_kv_heads, kv_len, head_dim], false);
     let v = Description::new(&case.v, [batch, num_kv_heads, kv_len, value_dim], false);
-    let out = Description::new(&case.out, [batch, num_heads, q_len, value_dim], true);
     let (q_data, k_data, v_data) = (filled(q.len), filled(k.len), filled(v.len));
-    let mut out_data = vec![f32::from_bits(CANARY); out.len].into_boxed_slice();
-
-    let q_view = q.view(&q_data)?.ok()?;
-    let k_view = k.view(&k_data)?.ok()?;
-    let v_view = v.view(&v_data)?.ok()?;
-    let (out_shape, out_strides) = {
-        let view = out.view_mut(&mut out_data)?.ok()?;
-        (view.shape(), view.strides())
-    };
+    let [q_view, k_view, v_view] = [q.view(&q_data)?, k.view(&k_data)?, v.view(&v_data)?];
     for view in [&q_view, &k_view, &v_view] {
         let past = view.shape();
         assert_eq!(view.get(past), None);
         assert_eq!(view.get(past.map(|size| size.wrapping_sub(1))).is_some(), !past.contains(&0));
     }
+    let [queries, keys] = case.ranges;
+    let [q_part, k_view, v_view] = [in_range(q_view, queries), in_range(k_view, keys), in_range(v_view, keys)];
+    // The output keeps its own length where only that of Q was changed.
+    let q_len = if q_part.shape() == q_view.shape() { q_len } else { q_part.shape()[2] };
+    let (q_view, kv_len) = (q_part, k_view.shape()[2]);
+
+    let out = Description::new(&case.out, [batch, num_heads, q_len, value_dim], true);
+    let mut out_data = vec![f32::from_bits(CANARY); out.len].into_boxed_slice();
+    let (out_shape, out_strides) = {
+        let view = out.view_mut(&mut out_data)?;
+        (view.shape(), view.strides())
+    };
 
     let mut inputs = AttentionInputs::new(q_view, k_view, v_view);
-    let kv_len = k_view.shape()[2];
+    let plain_shape = AttentionShape::of(&inputs);
     let kv_lens = case.kv_lens.as_ref().map(|kv_lens| kv_lens.get(q_view.shape()[0], kv_len));
-    if let Some(kv_lens) = &kv_lens {
-        inputs = inputs.with_kv_lens(kv_lens);
-    }
+    let [slopes, sinks] =
+        [&case.slopes, &case.sinks].map(|numbers| numbers.as_ref().map(|numbers| numbers.get(q_view.shape()[1])));
+    let scores = [q_view.shape()[0], q_view.shape()[1], q_view.shape()[2], kv_len];
+    let [mask, bias] =
+        [&case.mask, &case.bias].map(|operand| operand.as_ref().map(|operand| operand.description(scores)));
+    let mask_data = mask.as_ref().zip(case.mask.as_ref()).map(|(description, mask)| mask.mask(description.len));
+    let bias_data = bias.as_ref().zip(case.bias.as_ref()).map(|(description, bias)| bias.bias(description.len));
+    inputs.kv_lens = kv_lens.as_deref();
+    inputs.alibi_slopes = slopes.as_deref();
+    inputs.sinks = sinks.as_deref();
+    inputs.mask = mask.as_ref().zip(mask_data.as_ref()).and_then(|(description, data)| description.view(data));
+    inputs.bias = bias.as_ref().zip(bias_data.as_ref()).and_then(|(description, data)| description.view(data));
     let shape = AttentionShape::of(&inputs);
-    if let (Ok(shape), Some(kv_lens)) = (&shape, &kv_lens) {
-        assert!(kv_lens.len() == shape.batch && kv_lens.iter().all(|&len| len <= kv_len), "lengths that do not fit");
-    }
-    if let Ok(shape) = shape {
+    assert_eq!(shape.is_ok(), plain_shape.is_ok() && operands::fit(&inputs), "{shape:?}");
+    if let Ok(shape) = &shape {
         let sizes =
             [shape.batch, shape.num_heads, shape.q_len, shape.kv_len, shape.head_dim.saturating_add(shape.value_dim)];
         let work = sizes.iter().fold(1u128, |n, &size| n.saturating_mul(size.max(1) as u128));
         if work > MAX_WORK {
-            let _ = AttentionPlan::new(&shape, &config);
+            let _ = AttentionPlan::new(shape, &config);
             return None;
         }
         if shape.head_dim.max(shape.value_dim) > MAX_SLICE {
             return None; // repeated elements: the workspace would be large
         }
     }
+    if let Some(asked) = &case.asked {
+        asked.check(&inputs, &config, &shape);
+    }
     let rows = out_shape[..3].iter().fold(1usize, |n, &size| n.saturating_mul(size)).min(MAX_SLICE);
     let lse_len = case.logsumexp.map(|change| rows.saturating_add_signed(change.into()));
     let mut lse_data = vec![f32::from_bits(CANARY); lse_len.unwrap_or(0)].into_boxed_slice();
 
     let result = {
-        let mut outputs = AttentionOutputs::new(out.view_mut(&mut out_data)?.ok()?);
+        let mut outputs = AttentionOutputs::new(out.view_mut(&mut out_data)?);
         if lse_len.is_some() {
             outputs = outputs.with_logsumexp(&mut lse_data);
         }
@@ -252,7 +220,7 @@ fn run(case: &Case) -> Option<()> {
     let mut workspace = Workspace::for_plan(&plan).ok()?;
     assert!(workspace.len() >= plan.workspace_len());
     let before: Vec<u32> = out_data.iter().map(|x| x.to_bits()).collect();
-    let mut outputs = AttentionOutputs::new(out.view_mut(&mut out_data)?.ok()?);
+    let mut outputs = AttentionOutputs::new(out.view_mut(&mut out_data)?);
     if case.workspace_missing == 1 {
         let planned = plan.run(&inputs, &mut outputs, &mut Workspace::new());
         assert!(planned.is_err() || plan.workspace_len() == 0);
