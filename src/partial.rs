@@ -83,7 +83,7 @@ impl<'a, T: Element> PartialAttention<'a, T> {
     /// An output `[batch, num_heads, q_len, value_dim]` and its `logsumexp`, contiguous `[batch, num_heads, q_len]`.
     ///
     /// # Errors
-    /// [`AttentionError::LogsumexpLenMismatch`].
+    /// [`AttentionError::LogsumexpLenMismatch`]; [`AttentionError::SizeOverflow`] where there is no row, but the number of heads and queries exceeds `usize`.
     pub fn new(out: TensorView<'a, T>, logsumexp: &'a [T::Acc]) -> Result<Self, AttentionError> {
         let [batch, num_heads, q_len, _] = out.shape();
         let expected = batch.saturating_mul(num_heads).saturating_mul(q_len);
@@ -148,7 +148,8 @@ impl<'a, T: Element> PartialAttention<'a, T> {
     /// The merged output and `logsumexp`, in the type of the accumulator.
     ///
     /// # Errors
-    /// [`AttentionError::NoPartials`], [`AttentionError::PartialShapeMismatch`], [`AttentionError::AllocationFailed`].
+    /// [`AttentionError::NoPartials`], [`AttentionError::PartialShapeMismatch`], [`AttentionError::AllocationFailed`];
+    /// [`AttentionError::SizeOverflow`] and [`AttentionError::PlanOverflow`] where there is no element, but other sizes together exceed `usize`.
     pub fn merge(partials: &[Self]) -> Result<MergedAttention<T::Acc>, AttentionError> {
         let Some(first) = partials.first() else {
             return Err(AttentionError::NoPartials);
