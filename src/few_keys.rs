@@ -50,7 +50,7 @@ impl<T: Element, K: Element<Acc = T::Acc>> Call<'_, T, K> {
             && visible.second_part().is_none();
         let (out, out_layout) = self.outputs.rows();
         let layouts = [inputs.q.layout(), inputs.k.layout(), inputs.v.layout(), out_layout];
-        let are_neighbours = layouts.iter().all(|layout| layout.strides[3] == 1 || layout.shape[3] == 1);
+        let are_neighbours = layouts.iter().all(Layout::has_neighbours);
         // (The portable set's decode has tiles of its own.)
         if !is_plain || value_dim == 0 || !are_neighbours || !plan.instruction_set.has_fma() {
             return false;

@@ -14,7 +14,6 @@ use crate::kernels::lane::{Lane, as_rows};
 use crate::kernels::stored::Stored;
 use crate::kernels::transpose::SIDE;
 use crate::kernels::{MAX_LANES, MAX_PANEL_ROWS, WithTiles};
-use crate::prefill::is_half;
 use crate::row_block::RowBlock;
 use crate::score_modifier::Unmodified;
 use crate::score_pass::{RowOp, TileOp};
@@ -162,7 +161,7 @@ impl<T: Stored<A>, A: Lane> WithTiles for PackQ<'_, T, A> {
                 break;
             }
             // Where the rows are in the lower half, the upper one is not looked at.
-            let vectors = if is_half(task.rows - first_row, panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS };
+            let vectors = task.vectors_in_use::<ROW_VECTORS>(first_row);
             for lane in (0..vectors * A::lanes::<S>()).step_by(SIDE) {
                 if first_row + lane >= task.rows {
                     // Nobody reads the results of these lanes; zeros keep them from turning into subnormals, which are slow.
@@ -501,7 +500,7 @@ pub(crate) fn divide_by_sum<S: Simd, A: Lane, const ROW_VECTORS: usize>(
         // SAFETY: `panel_rows` factors are there: ROW_VECTORS vectors.
         unsafe { A::load::<S>(factors.as_ptr().add(vector * A::lanes::<S>())) }
     });
-    let vectors = if is_half(task.rows - first_row, panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS };
+    let vectors = task.vectors_in_use::<ROW_VECTORS>(first_row);
     for acc in as_rows::<S, A, ROW_VECTORS>(out_acc) {
         for vector in 0..ROW_VECTORS {
             if vector < vectors {

@@ -15,7 +15,7 @@ use crate::kernels::value_tile::{Before, ValueBlock, value_block, value_block_se
 use crate::kernels::{MAX_PANEL_ROWS, WithTiles};
 use crate::mask::RowBounds;
 use crate::online_softmax::{RowState, softmax_step};
-use crate::row_block::KeyBlock;
+use crate::row_block::{KeyBlock, fit_in_half};
 use crate::score_pass::ScoreTile;
 
 /// All panels of a task against one block of keys.
@@ -93,7 +93,7 @@ impl PanelKeys {
     fn spans(&self, rows: usize, panel_rows: usize) -> [Option<Span>; 3] {
         let Self { any: (first, last), halves: (lower_end, upper_start), .. } = *self;
         let span = |rows, first_key: usize, end: usize| (first_key < end).then_some(Span { rows, first_key, end });
-        if is_half(rows, panel_rows) {
+        if fit_in_half(rows, panel_rows) {
             return [span(Vectors::LowerHalf, first, last), None, None];
         }
         if upper_start >= lower_end {
@@ -203,7 +203,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
             running_sum: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.running_sum[first_row..][..panel_rows])[0],
             rescale: &mut as_rows::<S, A, ROW_VECTORS>(&mut self.scratch.rescale[..panel_rows])[0],
         };
-        let vectors = if is_half(task.rows - first_row, panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS };
+        let vectors = task.vectors_in_use::<ROW_VECTORS>(first_row);
         softmax_step::<S, A, ROW_VECTORS>(simd, scores, state, vectors, !is_edge);
 
         // (No closure, as in `get_or_insert_with`: it would be compiled without the target features.)
@@ -327,10 +327,11 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     fn value_operands(&mut self, first_row: usize, span: Span, rescales: bool) -> ValueBlock<A> {
         let Self { v, v_stride, value_dim, .. } = *self;
         let panel_rows = self.task.panel_rows;
-        let holds_sums = self.scratch.written.add(first_row / panel_rows, span.rows.halves());
+        let (panel, takes_part) = (first_row / panel_rows, span.rows.halves());
+        let holds_sums = self.scratch.written.add(panel, takes_part);
         for half in 0..2 {
-            if span.rows.halves()[half] && holds_sums != [false; 2] && !holds_sums[half] {
-                self.scratch.clear_half(2 * (first_row / panel_rows) + half, panel_rows, value_dim);
+            if takes_part[half] && holds_sums != [false; 2] && !holds_sums[half] {
+                self.scratch.clear_half(2 * panel + half, panel_rows, value_dim);
             }
         }
         let first_lane = first_lane(span.rows, panel_rows);
@@ -361,12 +362,6 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
 /// 2 x 4, has 4 x 2.)
 const HALF_TILE: usize = 12;
 const HALF_SHORT: usize = 8;
-
-/// Whether the rows of a panel (perhaps the last, which has fewer) are in its lower half.
-#[inline(always)]
-pub(crate) fn is_half(rows: usize, panel_rows: usize) -> bool {
-    rows <= panel_rows / 2
-}
 
 #[inline(always)]
 fn first_lane(rows: Vectors, panel_rows: usize) -> usize {

@@ -67,6 +67,12 @@ impl RowBlock {
         }
     }
 
+    /// Vectors of the panel that begins with this row which hold rows: half of them where the rows that are left fill no more.
+    #[inline(always)]
+    pub(crate) fn vectors_in_use<const ROW_VECTORS: usize>(&self, first_row: usize) -> usize {
+        if fit_in_half(self.rows - first_row, self.panel_rows) { ROW_VECTORS / 2 } else { ROW_VECTORS }
+    }
+
     /// `[batch, head, query]` of a row of the task.
     #[inline(always)]
     pub(crate) fn index(&self, row: usize) -> [usize; 3] {
@@ -108,6 +114,12 @@ impl RowBlock {
     pub(crate) fn keys(&self) -> Range<usize> {
         self.row_keys(0).start.max(self.chunk_keys.start)..self.row_keys(self.rows - 1).end.min(self.chunk_keys.end)
     }
+}
+
+/// Whether so many rows have room in the lower half of a panel.
+#[inline(always)]
+pub(crate) fn fit_in_half(rows: usize, panel_rows: usize) -> bool {
+    rows <= panel_rows / 2
 }
 
 /// One block of keys for a task, as `prefill` takes it.

@@ -242,10 +242,9 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     /// Whether decode reads K and V where and as they are.
     fn decodes_in_place(&self) -> bool {
-        let has_neighbours = |layout: Layout| layout.strides[3] == 1 || layout.shape[3] <= 1;
         (K::IS_ACCUMULATOR || self.plan.instruction_set.has_fma())
-            && has_neighbours(self.inputs.k.layout())
-            && has_neighbours(self.inputs.v.layout())
+            && self.inputs.k.layout().has_neighbours()
+            && self.inputs.v.layout().has_neighbours()
     }
 
     /// The keys that [`next_keys`](Self::next_keys) will give.
@@ -351,7 +350,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             return DecodeRows::new(q_rows, scale);
         }
         if let Some(q) = T::as_acc(q)
-            && (layout.strides[3] == 1 || head_dim == 1)
+            && layout.has_neighbours()
         {
             for (row, q_row) in q_rows[..task.rows].iter_mut().enumerate() {
                 *q_row = q[layout.offset(task.index(row))..].as_ptr();

@@ -105,6 +105,11 @@ impl Layout {
         Ok(())
     }
 
+    /// Whether the features of a position are neighbours in memory.
+    pub(crate) fn has_neighbours(&self) -> bool {
+        self.strides[3] == 1 || self.shape[3] <= 1
+    }
+
     /// Element offset of an index inside the shape.
     #[inline(always)]
     pub(crate) fn offset(&self, [batch, head, position]: [usize; 3]) -> usize {

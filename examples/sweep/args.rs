@@ -289,12 +289,7 @@ impl Args {
 
     /// The library's view of these options; the threads are set later.
     pub fn config(&self) -> AttentionConfig {
-        let config = match self.mask {
-            MaskKind::Causal => AttentionConfig::causal(),
-            MaskKind::Full => AttentionConfig::full(),
-            MaskKind::Window(keys) => AttentionConfig::sliding_window(keys),
-            MaskKind::Prefix(keys) => AttentionConfig::causal().with_prefix_len(keys),
-        };
+        let config = self.mask.config();
         let config = match self.modifiers.softcap {
             Some(softcap) => config.with_softcap(softcap),
             None => config,
@@ -307,6 +302,16 @@ impl Args {
 }
 
 impl MaskKind {
+    /// A call with this mask and nothing else.
+    pub fn config(self) -> AttentionConfig {
+        match self {
+            Self::Causal => AttentionConfig::causal(),
+            Self::Full => AttentionConfig::full(),
+            Self::Window(keys) => AttentionConfig::sliding_window(keys),
+            Self::Prefix(keys) => AttentionConfig::causal().with_prefix_len(keys),
+        }
+    }
+
     /// `window:W` and `prefix:N` exactly as they are printed, so that rows echo what was asked.
     fn from_name(text: &str) -> Result<Self, String> {
         let number = |text: &str| text.parse().ok();

@@ -102,7 +102,7 @@ impl Source {
 
 /// Products of fewer floating-point operations run on the calling thread: those of a single token wait for the weights' memory, not for
 /// arithmetic.
-const SERIAL_BELOW_FLOPS: u128 = 1 << 21;
+const SERIAL_PRODUCT_BELOW_FLOPS: u128 = 1 << 21;
 
 /// How a product is cut.
 #[derive(Debug, Clone, Copy)]
@@ -127,7 +127,7 @@ impl Cut {
         parallelism: Parallelism,
     ) -> Self {
         let flops = [2, tokens, inputs, outputs].into_iter().fold(1u128, |flops, n| flops.saturating_mul(n as u128));
-        let threads = if flops < SERIAL_BELOW_FLOPS { 1 } else { schedule::max_threads(parallelism) };
+        let threads = if flops < SERIAL_PRODUCT_BELOW_FLOPS { 1 } else { schedule::max_threads(parallelism) };
         let most = (outputs / FEWEST_OUTPUTS).max(1);
         let for_cache = outputs.saturating_mul(inputs).div_ceil(BLOCK_WEIGHTS).max(1);
         let for_threads = for_cache.next_multiple_of(threads.min(most)); // each thread the same number

@@ -466,9 +466,8 @@ fn what_an_earlier_call_left_in_the_accumulators_does_not_show() {
             (150, many_keys, top_left),
         ] {
             let clean = Problem::<T, T>::normal(&one_head(q_len, kv_len, 8, 7), 1);
-            let mut shown = vec![false; q_len * kv_len];
-            shown[kv_len + 7] = true; // of query 1, key 7 alone
-            let mask = BoolTensor::from_fn([1, 1, q_len, kv_len], |[_, _, i, j]| shown[i * kv_len + j]);
+            // Of query 1, key 7 alone.
+            let mask = BoolTensor::from_fn([1, 1, q_len, kv_len], |[_, _, i, j]| (i, j) == (1, 7));
             let masked = Operands { mask: Some(mask), ..Operands::default() };
             let mut spoilt = clean.clone();
             spoilt.q.data.fill(T::exactly(f64::NAN));

@@ -1,6 +1,6 @@
 //! What is measured: the shapes, and the order in which they run.
 
-use fused_attention::{AttentionConfig, AttentionShape};
+use fused_attention::AttentionShape;
 use serde::Serialize;
 
 use crate::args::{MaskKind, Mode};
@@ -34,15 +34,6 @@ pub struct CaseMessage {
 }
 
 impl Case {
-    pub fn config(&self) -> AttentionConfig {
-        match self.mask {
-            MaskKind::Causal => AttentionConfig::causal(),
-            MaskKind::Full => AttentionConfig::full(),
-            MaskKind::Window(keys) => AttentionConfig::sliding_window(keys),
-            MaskKind::Prefix(keys) => AttentionConfig::causal().with_prefix_len(keys),
-        }
-    }
-
     /// A single query at the end sees every key, as without a mask: peers are called without one then.
     pub fn sees_everything(&self) -> bool {
         self.mask == MaskKind::Full || (self.mask == MaskKind::Causal && self.shape.q_len == 1)

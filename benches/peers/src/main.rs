@@ -74,14 +74,14 @@ fn run(options: &Options) -> Result<()> {
         return peak_memory::print(options, peer);
     }
     let machine = Machine::new(options.cpu.as_deref());
-    let out = results_folder(options)?;
+    let out = results_stem(options, &machine)?;
     let workers = options.python.as_deref().map(Workers::start).transpose()?.unwrap_or_default();
     let mut report = Report::new(machine, &workers);
     let cases = case::cases(options);
 
     let progress = ProgressBar::new(cases.len() as u64);
     progress.set_style(ProgressStyle::with_template("[{elapsed_precise}] {wide_bar} {pos}/{len}  {msg}")?);
-    let mut bench = Bench::new(options, workers)?;
+    let mut bench = Bench::new(options, workers);
     for case in &cases {
         let (what, x) = case.x();
         progress.set_message(format!("{}, {what} {x}", case.series()));
@@ -128,14 +128,13 @@ fn run(options: &Options) -> Result<()> {
 }
 
 /// The results' path without its extension, if they are to be written.
-fn results_folder(options: &Options) -> Result<Option<String>> {
+fn results_stem(options: &Options, machine: &Machine) -> Result<Option<String>> {
     let folder = match &options.out {
         Some(folder) => folder.clone(),
         None if options.quick => return Ok(None),
         None => PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../results")),
     };
     fs::create_dir_all(&folder).map_err(|error| format!("--out {}: {error}", folder.display()))?;
-    let machine = Machine::new(options.cpu.as_deref());
     let stem = folder.join(format!("{}-{}", machine.slug(), machine.date));
     Ok(Some(stem.to_str().ok_or("--out is not valid UTF-8")?.to_owned()))
 }

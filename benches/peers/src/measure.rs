@@ -36,8 +36,8 @@ const PEAK: &str = "peak";
 const READ: &str = "read";
 
 impl<'a> Bench<'a> {
-    pub fn new(options: &'a Options, workers: Workers) -> Result<Self> {
-        Ok(Self { options, workers, speeds: HashMap::new() })
+    pub fn new(options: &'a Options, workers: Workers) -> Self {
+        Self { options, workers, speeds: HashMap::new() }
     }
 
     pub fn workers(&self) -> &Workers {
@@ -61,7 +61,7 @@ impl<'a> Bench<'a> {
     fn measure_on<T: Scalar>(&mut self, case: &Case, threads: &Threads) -> Result<(Vec<Row>, Vec<Absence>)> {
         let pages = if case.part == Part::Decode { Pages::Huge } else { Pages::Plain };
         let bhsd = Tensors::<T>::new(&case.shape, Layout::Bhsd, InputKind::Normal, pages)?;
-        let config = case.config().with_parallelism(threads.parallelism());
+        let config = case.mask.config().with_parallelism(threads.parallelism());
         let reference = Reference::new(&bhsd.inputs()?, &config)?;
         let strict = tolerance(&bhsd, &case.shape);
 

@@ -111,7 +111,7 @@ fn called<T: Scalar>(peer: &str, case: &Case, threads: &Threads) -> Result<u64> 
     if peer == our_name(Layout::Bhsd) {
         let parallelism: Parallelism = threads.parallelism();
         // With its output, which others allocate in the call.
-        return added(|| Ours::new(&tensors, Layout::Bhsd, case.config().with_parallelism(parallelism))?.call());
+        return added(|| Ours::new(&tensors, Layout::Bhsd, case.mask.config().with_parallelism(parallelism))?.call());
     }
     if peer == UNFUSED {
         let tensors = (&tensors as &dyn std::any::Any).downcast_ref::<Tensors<f32>>().ok_or("f32 only")?;
