@@ -31,6 +31,12 @@ pub trait Element:
     #[doc(hidden)]
     fn as_acc(elements: &[Self]) -> Option<&[Self::Acc]>;
 
+    /// The same memory as bf16, where the element type is that.
+    #[doc(hidden)]
+    fn as_bf16(_: &[Self]) -> Option<&[bf16]> {
+        None
+    }
+
     /// As [`as_acc`](Self::as_acc), for writing.
     #[doc(hidden)]
     fn as_acc_mut(elements: *mut Self) -> Option<*mut Self::Acc>;
@@ -159,6 +165,11 @@ impl Element for bf16 {
     #[inline(always)]
     fn as_acc(_: &[bf16]) -> Option<&[f32]> {
         None
+    }
+
+    #[inline(always)]
+    fn as_bf16(elements: &[bf16]) -> Option<&[bf16]> {
+        Some(elements)
     }
 
     #[inline(always)]

@@ -9,6 +9,8 @@ use pulp::x86::{V3, V4};
 use pulp::{NullaryFnOnce, Scalar128b, Scalar256b, Scalar512b, Simd};
 
 use crate::AttentionError;
+use crate::kernels::factors::{Bf16Pairs, Factors};
+use crate::kernels::lane::Lane;
 use crate::kernels::{TileSizes, WithTiles};
 
 /// A set of vector instructions that this CPU has.
@@ -30,6 +32,8 @@ pub struct InstructionSet(Kind);
 enum Kind {
     #[cfg(target_arch = "x86_64")]
     Avx512(V4),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(avx512_bf16::Avx512Bf16),
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
     #[cfg(target_arch = "aarch64")]
@@ -76,8 +80,69 @@ mod avx2 {
     }
 }
 
+/// What `"avx512-bf16"` means: pulp's V4, and AVX512-BF16 besides, whose products of bf16 are the one thing that it does otherwise.
+#[cfg(target_arch = "x86_64")]
+mod avx512_bf16 {
+    #![allow(unsafe_code)] // pulp's macro
+
+    pulp::simd_type! {
+        pub(super) struct Avx512Bf16 {
+            sse: "sse",
+            sse2: "sse2",
+            fxsr: "fxsr",
+            sse3: "sse3",
+            ssse3: "ssse3",
+            sse4_1: "sse4.1",
+            sse4_2: "sse4.2",
+            popcnt: "popcnt",
+            avx: "avx",
+            avx2: "avx2",
+            bmi1: "bmi1",
+            bmi2: "bmi2",
+            fma: "fma",
+            lzcnt: "lzcnt",
+            avx512f: "avx512f",
+            avx512bw: "avx512bw",
+            avx512cd: "avx512cd",
+            avx512dq: "avx512dq",
+            avx512vl: "avx512vl",
+            avx512bf16: "avx512bf16",
+        }
+    }
+
+    impl Avx512Bf16 {
+        /// Without AVX512-BF16.
+        #[inline(always)]
+        pub(super) fn v4(self) -> pulp::x86::V4 {
+            let Self { sse, sse2, fxsr, sse3, ssse3, sse4_1, sse4_2, popcnt, avx, avx2, .. } = self;
+            let Self { bmi1, bmi2, fma, lzcnt, avx512f, avx512bw, avx512cd, avx512dq, avx512vl, .. } = self;
+            pulp::x86::V4 {
+                sse,
+                sse2,
+                fxsr,
+                sse3,
+                ssse3,
+                sse4_1,
+                sse4_2,
+                popcnt,
+                avx,
+                avx2,
+                bmi1,
+                bmi2,
+                fma,
+                lzcnt,
+                avx512f,
+                avx512bw,
+                avx512cd,
+                avx512dq,
+                avx512vl,
+            }
+        }
+    }
+}
+
 /// Names of all sets on all machines, in the order of preference.
-const ALL_NAMES: [&str; 6] = ["avx512", "avx2", "neon", "portable", "portable-256", "portable-512"];
+const ALL_NAMES: [&str; 7] = ["avx512-bf16", "avx512", "avx2", "neon", "portable", "portable-256", "portable-512"];
 
 /// The environment variable that chooses the set of a whole process.
 const VARIABLE: &str = "FUSED_ATTENTION_INSTRUCTION_SET";
@@ -149,6 +214,8 @@ impl InstructionSet {
     fn by_name(name: &str) -> Option<Self> {
         Some(Self(match name {
             #[cfg(target_arch = "x86_64")]
+            "avx512-bf16" => Kind::Avx512Bf16(avx512_bf16::Avx512Bf16::try_new()?),
+            #[cfg(target_arch = "x86_64")]
             "avx512" => Kind::Avx512(V4::try_new()?),
             #[cfg(target_arch = "x86_64")]
             "avx2" => Kind::Avx2(avx2::Avx2::try_new()?),
@@ -161,9 +228,11 @@ impl InstructionSet {
         }))
     }
 
-    /// `"avx512"`, `"avx2"`, `"neon"`, `"portable"`, `"portable-256"` or `"portable-512"`.
+    /// `"avx512-bf16"`, `"avx512"`, `"avx2"`, `"neon"`, `"portable"`, `"portable-256"` or `"portable-512"`.
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => "avx512-bf16",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -199,7 +268,7 @@ impl InstructionSet {
     pub(crate) fn tile_sizes(self) -> TileSizes {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(_) => TileSizes::AVX512,
+            Kind::Avx512(_) | Kind::Avx512Bf16(_) => TileSizes::AVX512,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(_) => TileSizes::AVX2,
             #[cfg(target_arch = "aarch64")]
@@ -214,7 +283,7 @@ impl InstructionSet {
     pub(crate) fn tile_sizes_f64(self) -> TileSizes {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512(_) => TileSizes::AVX512_F64,
+            Kind::Avx512(_) | Kind::Avx512Bf16(_) => TileSizes::AVX512_F64,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(_) => TileSizes::AVX2_F64,
             #[cfg(target_arch = "aarch64")]
@@ -232,6 +301,8 @@ impl InstructionSet {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(simd) => dispatch!(simd, V4, T::AVX512, op),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => dispatch!(simd.v4(), V4, T::AVX512, op),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(simd) => simd.vectorize(tiled!(simd.v3(), V3, T::AVX2, op)),
             #[cfg(target_arch = "aarch64")]
@@ -259,12 +330,36 @@ impl InstructionSet {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(simd) => dispatch!(simd, V4, T::AVX512, op),
             #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => dispatch!(simd.v4(), V4, T::AVX512, op),
+            #[cfg(target_arch = "x86_64")]
             Kind::Avx2(simd) => simd.vectorize(tiled!(simd.v3(), V3, T::AVX2, op)),
             #[cfg(target_arch = "aarch64")]
             Kind::Neon(simd) => dispatch!(simd, Neon, T::NEON, op),
             Kind::Portable(_) | Kind::Portable256(_) | Kind::Portable512(_) => {
                 drop(op);
                 unreachable!("the caller has asked `has_fma`")
+            }
+        }
+    }
+
+    /// Whether it multiplies [`Bf16Pairs`](crate::kernels::factors::Bf16Pairs).
+    pub(crate) fn has_bf16_pairs(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => true,
+            _ => false,
+        }
+    }
+
+    /// As [`run`](Self::run) for a set that [has such pairs](Self::has_bf16_pairs), with the instruction that multiplies them: `op` is
+    /// compiled for no other.
+    pub(crate) fn run_bf16_pairs<Op: WithTiles>(self, op: Op) -> Op::Output {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => simd.vectorize(tiled!(simd.v4(), V4, TileSizes::AVX512, op)),
+            _ => {
+                drop(op);
+                unreachable!("the caller has asked `has_bf16_pairs`")
             }
         }
     }
@@ -281,6 +376,8 @@ impl InstructionSet {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(simd) => dispatch!(simd, V4, T::AVX512_F64, op),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(simd) => dispatch!(simd.v4(), V4, T::AVX512_F64, op),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(simd) => simd.vectorize(tiled!(simd.v3(), V3, T::AVX2_F64, op)),
             #[cfg(target_arch = "aarch64")]
@@ -320,7 +417,23 @@ pub fn executed_instruction_set(set: InstructionSet) -> &'static str {
             }
         }
     }
-    set.run(Executed)
+    /// Multiplies a pair: 1 * 2 + 3 * 4, and says whether that came out.
+    struct MultipliesPairs;
+    impl WithTiles for MultipliesPairs {
+        type Output = bool;
+        #[inline(always)]
+        fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) -> bool {
+            let pair = |low: f32, high: f32| f32::from_bits(high.to_bits() | low.to_bits() >> 16);
+            let [k, q, zero] =
+                [pair(1.0, 3.0), pair(2.0, 4.0), 0.0].map(|value| f32::splat(simd, std::hint::black_box(value)));
+            f32::first_lane::<S>(Bf16Pairs::mul_add(simd, k, q, zero)) == 14.0
+        }
+    }
+    let executed = set.run(Executed);
+    if set.has_bf16_pairs() && executed == "avx512" && set.run_bf16_pairs(MultipliesPairs) {
+        return "avx512-bf16";
+    }
+    executed
 }
 
 impl PartialEq for InstructionSet {

@@ -9,19 +9,20 @@
 //! ```
 //!
 //! Layouts, all in the accumulator type `A`, `rows = ROW_VECTORS * LANES`:
-//! - Q panel `[head_dim][rows]`, scaled by `softmax_scale`; lanes past the last row hold anything, their results
-//!   are not read.
-//! - K and V: row-major, unit stride within a key, any stride between keys.
+//! - Q panel `[steps][rows]`, scaled by `softmax_scale`; lanes past the last row hold anything, their results
+//!   are not read. A step is a feature, or a pair of them (`factors`), which is not scaled.
+//! - K (in steps, as Q) and V: row-major, unit stride within a key, any stride between keys.
 //! - scores / probs `[key][rows]`; out_acc `[value_dim][rows]`; running_max, running_sum, rescale `[rows]`.
 //!
 //! Every sum of a tile runs over its whole range in ascending order with one fused multiply-add (or, on the portable sets,
-//! one multiply and one add) a term, whatever the tile: a row's bits depend neither on the tile that computed it nor on
+//! one multiply and one add) a step, whatever the tile: a row's bits depend neither on the tile that computed it nor on
 //! its neighbours. (`row`, for tasks of a few rows, sums in the lanes; which rows share a tile there depends on their number alone.)
 
 pub(crate) mod broadcast;
 pub(crate) mod convert;
 pub(crate) mod exp;
 pub(crate) mod exp_f64;
+pub(crate) mod factors;
 pub(crate) mod fetch;
 pub(crate) mod finite;
 pub(crate) mod lane;

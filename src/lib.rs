@@ -103,6 +103,7 @@ mod score_pass;
 mod shape;
 mod task;
 mod tensor;
+mod unpacking;
 mod varlen;
 mod weights;
 mod workspace;

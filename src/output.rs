@@ -7,10 +7,10 @@ use std::ops::Range;
 
 use crate::blocks::Path;
 use crate::kernels::lane::Lane;
-use crate::packing::{UnpackOut, UnpackRows};
 use crate::row_block::RowBlock;
 use crate::task::Call;
 use crate::tensor::Layout;
+use crate::unpacking::{UnpackOut, UnpackRows};
 use crate::workspace::Scratch;
 use crate::{AttentionOutputs, Element};
 

@@ -3,10 +3,12 @@
 
 #![allow(unsafe_code)]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use pulp::Simd;
 
+use crate::kernels::factors::Factors;
 use crate::kernels::fetch::FetchRows;
 use crate::kernels::finite::all_finite;
 use crate::kernels::lane::{Lane, as_rows};
@@ -19,19 +21,28 @@ use crate::row_block::{KeyBlock, fit_in_half};
 use crate::score_pass::ScoreTile;
 
 /// All panels of a task against one block of keys.
-pub(crate) struct PrefillBlock<'t, 's, A>(pub(crate) KeyBlock<'t, 's, A>);
+pub(crate) struct PrefillBlock<'t, 's, A, F> {
+    block: KeyBlock<'t, 's, A>,
+    factors: PhantomData<F>,
+}
 
-impl<A: Lane> WithTiles for PrefillBlock<'_, '_, A> {
+impl<'t, 's, A, F> PrefillBlock<'t, 's, A, F> {
+    pub(crate) fn new(block: KeyBlock<'t, 's, A>) -> Self {
+        Self { block, factors: PhantomData }
+    }
+}
+
+impl<A: Lane, F: Factors<A>> WithTiles for PrefillBlock<'_, '_, A, F> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
-        let mut block = self.0;
+        let mut block = self.block;
         let panel_rows = block.task.panel_rows;
         assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
         let mut values_finite = None;
         for first_row in (0..block.task.rows).step_by(panel_rows) {
-            block.run_panel::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, &mut values_finite);
+            block.run_panel::<S, F, TILE, SHORT, ROW_VECTORS>(simd, first_row, &mut values_finite);
         }
     }
 }
@@ -148,7 +159,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     }
 
     #[inline(always)]
-    fn run_panel<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+    fn run_panel<S: Simd, F: Factors<A>, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
         simd: S,
         first_row: usize,
@@ -176,7 +187,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         let max = (!is_edge && self.pass.is_none()).then_some(running_max.as_mut_ptr());
         for index in 0..3 {
             let Some(span) = spans[index] else { continue };
-            self.scores::<S, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
+            self.scores::<S, F, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
         }
         let hides_keys = match self.pass {
             None => false,
@@ -263,24 +274,26 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
 
     /// Q K^T of a span, into `scratch.scores`; `max` as in [`ScoreBlock`], for the whole panel.
     #[inline(always)]
-    fn scores<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+    fn scores<S: Simd, F: Factors<A>, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
         simd: S,
         first_row: usize,
         span: Span,
         max: Option<*mut A>,
     ) {
-        let Self { k, k_stride, head_dim, .. } = *self;
+        let Self { k, k_stride, score_scale: scale, .. } = *self;
+        let steps = F::steps(self.head_dim);
         let panel_rows = self.task.panel_rows;
         let first_lane = first_lane(span.rows, panel_rows);
         let keys = span.end - span.first_key;
-        let q_panel = &self.scratch.q_panels[first_row * head_dim..][..head_dim * panel_rows];
+        let q_panel = &self.scratch.q_panels[first_row * steps..][..steps * panel_rows];
         let scores = &mut self.scratch.scores[span.first_key * panel_rows..][..keys * panel_rows];
         let block = ScoreBlock {
             k: k.wrapping_add(span.first_key * k_stride),
             k_stride,
             keys,
-            head_dim,
+            steps,
+            scale,
             q_panel: q_panel[first_lane..].as_ptr(),
             scores: scores.as_mut_ptr().wrapping_add(first_lane),
             max: max.map(|max| max.wrapping_add(first_lane)),
@@ -291,10 +304,10 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         // cut to size, `max` has `panel_rows`, and a half starts half a row in and is half as wide.
         unsafe {
             match (span.rows, ROW_VECTORS) {
-                (Vectors::All, _) => score_block::<S, A, TILE, SHORT, ROW_VECTORS>(simd, block),
-                (_, 2) => score_block::<S, A, HALF_TILE, HALF_SHORT, 1>(simd, block),
-                (_, 4) if TILE == 2 => score_block::<S, A, 4, 4, 2>(simd, block),
-                (_, 4) => score_block::<S, A, HALF_TILE, HALF_SHORT, 2>(simd, block),
+                (Vectors::All, _) => score_block::<S, A, F, TILE, SHORT, ROW_VECTORS>(simd, block),
+                (_, 2) => score_block::<S, A, F, HALF_TILE, HALF_SHORT, 1>(simd, block),
+                (_, 4) if TILE == 2 => score_block::<S, A, F, 4, 4, 2>(simd, block),
+                (_, 4) => score_block::<S, A, F, HALF_TILE, HALF_SHORT, 2>(simd, block),
                 _ => unreachable!("panels have 2 or 4 vectors"),
             }
         }

@@ -127,7 +127,8 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) task: &'t RowBlock,
     pub(crate) first_key: usize,
     pub(crate) keys: usize,
-    /// Valid for reading `keys` rows of `head_dim` elements at `k_stride`.
+    /// Valid for reading `keys` rows, each of the steps that `head_dim` elements make ([`Factors`](crate::kernels::factors::Factors)), at
+    /// `k_stride`.
     pub(crate) k: *const A,
     pub(crate) k_stride: usize,
     /// Valid for reading `keys` rows of `value_dim` elements at `v_stride`.
@@ -135,6 +136,8 @@ pub(crate) struct KeyBlock<'t, 's, A> {
     pub(crate) v_stride: usize,
     pub(crate) head_dim: usize,
     pub(crate) value_dim: usize,
+    /// What scores are multiplied with, where Q is not.
+    pub(crate) score_scale: A,
     /// V of this block, and K of the next one, where the task does not find them in the cache.
     pub(crate) fetch_values: FetchRows,
     pub(crate) fetch_keys: FetchRows,

@@ -3,12 +3,16 @@
 //! Pack Q, then for every block of keys up to the last one that any row sees: pack K and V where they do not lie as the
 //! kernels read them, and run the rows against it ([`PrefillBlock`] or [`DecodeBlock`]). Then divide and write.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::{mem, ptr};
+
+use half::bf16;
 
 use crate::blocks::{Blocks, MAX_HEADS_TOGETHER, Path};
 use crate::decode::{DecodeBlock, DecodeHead, DecodeHeads, DecodeRows};
 use crate::few_keys::FewKeys;
+use crate::kernels::factors::{Accumulators, Bf16Pairs};
 use crate::kernels::fetch::{FetchRows, Rows};
 use crate::kernels::lane::Lane;
 use crate::kernels::{MAX_DECODE_ROWS, TileSizes, WithTiles};
@@ -27,7 +31,10 @@ use crate::{AttentionInputs, AttentionPlan, AttentionShape, Element, Instruction
 pub(crate) trait TaskKernels: Lane {
     /// Tile sizes of a set for this accumulator.
     fn tile_sizes(set: InstructionSet) -> TileSizes;
-    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self>);
+    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, Self, Accumulators>);
+    fn prefill_pairs(set: InstructionSet, op: PrefillBlock<'_, '_, Self, Bf16Pairs>);
+    fn pack_q_pairs(set: InstructionSet, op: PackQ<'_, bf16, Self, Bf16Pairs>);
+    fn pack_key_pairs(set: InstructionSet, op: PackKeys<'_, bf16, Self, Bf16Pairs>);
     fn few_keys(set: InstructionSet, op: FewKeys<Self>);
     fn merge(set: InstructionSet, op: MergeChunks<'_, '_, Self>);
     /// Runs code that depends on no number of lanes. Generic, for what only the caller's crate knows.
@@ -38,8 +45,17 @@ impl TaskKernels for f32 {
     fn tile_sizes(set: InstructionSet) -> TileSizes {
         set.tile_sizes()
     }
-    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f32>) {
+    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f32, Accumulators>) {
         set.run(op);
+    }
+    fn prefill_pairs(set: InstructionSet, op: PrefillBlock<'_, '_, f32, Bf16Pairs>) {
+        set.run_bf16_pairs(op);
+    }
+    fn pack_q_pairs(set: InstructionSet, op: PackQ<'_, bf16, f32, Bf16Pairs>) {
+        set.run_bf16_pairs(op);
+    }
+    fn pack_key_pairs(set: InstructionSet, op: PackKeys<'_, bf16, f32, Bf16Pairs>) {
+        set.run_bf16_pairs(op);
     }
     fn few_keys(set: InstructionSet, op: FewKeys<f32>) {
         set.run_with_fma(op);
@@ -56,8 +72,17 @@ impl TaskKernels for f64 {
     fn tile_sizes(set: InstructionSet) -> TileSizes {
         set.tile_sizes_f64()
     }
-    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f64>) {
+    fn prefill(set: InstructionSet, op: PrefillBlock<'_, '_, f64, Accumulators>) {
         set.run_f64(op);
+    }
+    fn prefill_pairs(_: InstructionSet, _: PrefillBlock<'_, '_, f64, Bf16Pairs>) {
+        unreachable!("bf16 accumulates in f32")
+    }
+    fn pack_q_pairs(_: InstructionSet, _: PackQ<'_, bf16, f64, Bf16Pairs>) {
+        unreachable!("bf16 accumulates in f32")
+    }
+    fn pack_key_pairs(_: InstructionSet, _: PackKeys<'_, bf16, f64, Bf16Pairs>) {
+        unreachable!("bf16 accumulates in f32")
     }
     fn few_keys(set: InstructionSet, op: FewKeys<f64>) {
         set.run_with_fma(op);
@@ -186,11 +211,15 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     fn prefill(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) {
         let AttentionShape { head_dim, value_dim, .. } = self.plan.shape;
+        let (pairs, score_scale) = (self.pairs(), self.scale());
         let mut left = task.keys();
         while let Some(keys) = self.next_keys(&mut left) {
             let [k_scratch_stride, v_scratch_stride] = scratch.strides;
-            let (k, k_stride) =
-                self.read_block(&self.inputs.k, task, keys.clone(), (&mut *scratch.k_block, k_scratch_stride));
+            let k_scratch = (&mut *scratch.k_block, k_scratch_stride);
+            let (k, k_stride) = match pairs {
+                Some((_, k)) => self.pack_pairs(k, task, keys.clone(), k_scratch),
+                None => self.read_block(&self.inputs.k, task, keys.clone(), k_scratch),
+            };
             let (v, v_stride) =
                 self.read_block(&self.inputs.v, task, keys.clone(), (&mut *scratch.v_block, v_scratch_stride));
             let next = keys.end..(keys.end + self.plan.blocks.kv_block).min(left.end);
@@ -217,13 +246,29 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 v_stride,
                 head_dim,
                 value_dim,
+                score_scale,
                 fetch_values,
                 fetch_keys,
                 pass,
                 scratch,
             };
-            T::Acc::prefill(self.plan.instruction_set, PrefillBlock(block));
+            match pairs {
+                Some(_) => T::Acc::prefill_pairs(self.plan.instruction_set, PrefillBlock::new(block)),
+                None => T::Acc::prefill(self.plan.instruction_set, PrefillBlock::new(block)),
+            }
         }
+    }
+
+    /// Q and K where prefill multiplies them as pairs: where both are bf16, on a set that does so, whatever their shape and strides.
+    fn pairs(&self) -> Option<(&[bf16], &[bf16])> {
+        if !self.plan.instruction_set.has_bf16_pairs() {
+            return None;
+        }
+        Some((T::as_bf16(self.inputs.q.data())?, K::as_bf16(self.inputs.k.data())?))
+    }
+
+    fn scale(&self) -> T::Acc {
+        T::Acc::from_f64(self.plan.softmax_scale)
     }
 
     fn decode(&self, task: &RowBlock, rows: &mut DecodeRows<T::Acc>, scratch: &mut Scratch<'_, T::Acc>) {
@@ -329,7 +374,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
 
     /// Clears the rows' state and prepares Q: scaled panels for prefill; for decode the rows as they are.
     fn start(&self, task: &RowBlock, scratch: &mut Scratch<'_, T::Acc>) -> DecodeRows<T::Acc> {
-        let scale = T::Acc::from_f64(self.plan.softmax_scale);
+        let scale = self.scale();
         scratch.running_max.fill(T::Acc::NEG_INFINITY);
         scratch.running_sum.fill(T::Acc::ZERO);
         let mut q_rows = [ptr::null(); MAX_DECODE_ROWS];
@@ -345,8 +390,17 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         let head_dim = layout.shape[3];
         let q = self.inputs.q.data();
         if !is_decode {
-            let op = PackQ { task, q: q.as_ptr(), layout, scale, q_panels: &mut *scratch.q_panels };
-            T::pack_q(self.plan.instruction_set, op);
+            let (set, q_panels) = (self.plan.instruction_set, &mut *scratch.q_panels);
+            match self.pairs() {
+                Some((q, _)) => {
+                    let q = q.as_ptr();
+                    T::Acc::pack_q_pairs(set, PackQ { task, q, layout, scale, q_panels, factors: PhantomData });
+                }
+                None => {
+                    let q = q.as_ptr();
+                    T::pack_q(set, PackQ { task, q, layout, scale, q_panels, factors: PhantomData });
+                }
+            }
             return DecodeRows::new(q_rows, scale);
         }
         if let Some(q) = T::as_acc(q)
@@ -360,8 +414,16 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         for (row, to) in scratch.q_panels.chunks_exact_mut(head_dim).take(task.rows).enumerate() {
             let from = layout.offset(task.index(row));
             q_rows[row] = to.as_ptr();
-            let (from, dim_stride) = (&q[from..], layout.strides[3]);
-            let op = PackKeys { from, key_stride: 0, dim_stride, keys: 1, dim: head_dim, to, to_stride: head_dim };
+            let op = PackKeys {
+                from: &q[from..],
+                key_stride: 0,
+                dim_stride: layout.strides[3],
+                keys: 1,
+                dim: head_dim,
+                to,
+                to_stride: head_dim,
+                factors: PhantomData,
+            };
             T::pack_keys(self.plan.instruction_set, op);
         }
         DecodeRows::new(q_rows, scale)
@@ -411,20 +473,40 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         keys: Range<usize>,
         (packed, stride): (&mut [T::Acc], usize),
     ) {
-        let layout = tensor.layout();
-        let [.., key_stride, dim_stride] = layout.strides;
-        let from = &tensor.data()[layout.offset([task.batch, task.kv_head, keys.start])..];
-        let op = PackKeys {
-            from,
-            key_stride,
-            dim_stride,
-            keys: keys.len(),
-            dim: layout.shape[3],
-            to: &mut packed[..keys.len() * stride],
-            to_stride: stride,
-        };
+        let op = packed_block(tensor.data(), tensor.layout(), task, keys, (packed, stride));
         K::pack_keys(self.plan.instruction_set, op);
     }
+
+    /// The same for the pairs of K, of no features too. The packed block, with its stride.
+    fn pack_pairs(
+        &self,
+        k: &[bf16],
+        task: &RowBlock,
+        keys: Range<usize>,
+        (packed, stride): (&mut [T::Acc], usize),
+    ) -> (*const T::Acc, usize) {
+        let start = packed.as_ptr();
+        if self.plan.shape.head_dim > 0 {
+            let op = packed_block(k, self.inputs.k.layout(), task, keys, (packed, stride));
+            T::Acc::pack_key_pairs(self.plan.instruction_set, op);
+        }
+        (start, stride)
+    }
+}
+
+/// What packs a block of keys of at least one feature from `data`.
+fn packed_block<'a, E, A, F>(
+    data: &'a [E],
+    layout: Layout,
+    task: &RowBlock,
+    keys: Range<usize>,
+    (packed, to_stride): (&'a mut [A], usize),
+) -> PackKeys<'a, E, A, F> {
+    let [.., key_stride, dim_stride] = layout.strides;
+    let from = &data[layout.offset([task.batch, task.kv_head, keys.start])..];
+    let to = &mut packed[..keys.len() * to_stride];
+    let (keys, dim) = (keys.len(), layout.shape[3]);
+    PackKeys { from, key_stride, dim_stride, keys, dim, to, to_stride, factors: PhantomData }
 }
 
 /// Whether to copy a block whose keys the kernels could read where they lie. Where keys are not neighbours (token-major

@@ -10,7 +10,7 @@ pub fn run_with<Op: WithSimd>(set: InstructionSet, op: Op) -> Op::Output {
     const DETECTED: &str = "an instruction set exists only where the CPU has it";
     match set.name() {
         #[cfg(target_arch = "x86_64")]
-        "avx512" => Simd::vectorize(pulp::x86::V4::try_new().expect(DETECTED), op),
+        "avx512" | "avx512-bf16" => Simd::vectorize(pulp::x86::V4::try_new().expect(DETECTED), op),
         #[cfg(target_arch = "x86_64")]
         "avx2" => Simd::vectorize(pulp::x86::V3::try_new().expect(DETECTED), op),
         #[cfg(target_arch = "aarch64")]

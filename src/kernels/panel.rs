@@ -6,6 +6,7 @@
 use pulp::Simd;
 
 use super::WithTiles;
+use super::factors::Accumulators;
 use super::fetch::FetchRows;
 use super::lane::as_rows;
 use super::score_tile::{ScoreBlock, score_block};
@@ -26,7 +27,7 @@ pub fn score_tiles(set: InstructionSet, keys: usize, k: &[f32], q_panel: &[f32],
         #[inline(always)]
         fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
             // SAFETY: `score_tiles` checked the sizes.
-            unsafe { score_block::<S, f32, TILE, SHORT, ROW_VECTORS>(simd, self.0) }
+            unsafe { score_block::<S, f32, Accumulators, TILE, SHORT, ROW_VECTORS>(simd, self.0) }
         }
     }
     let (panel_rows, head_dim) = (rows(set), k.len() / keys);
@@ -36,7 +37,8 @@ pub fn score_tiles(set: InstructionSet, keys: usize, k: &[f32], q_panel: &[f32],
         k,
         k_stride: head_dim,
         keys,
-        head_dim,
+        steps: head_dim,
+        scale: 1.0,
         q_panel,
         scores,
         max: None,

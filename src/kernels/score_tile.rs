@@ -4,6 +4,7 @@
 
 use pulp::Simd;
 
+use super::factors::Factors;
 use super::fetch::FetchRows;
 use super::lane::Lane;
 use super::split_tiles;
@@ -11,20 +12,23 @@ use super::split_tiles;
 /// Operands of [`score_block`].
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreBlock<A> {
-    /// First key, `head_dim` contiguous elements.
+    /// First key, `steps` contiguous elements.
     pub(crate) k: *const A,
     /// Elements from a key to the next.
     pub(crate) k_stride: usize,
     /// How many keys.
     pub(crate) keys: usize,
-    pub(crate) head_dim: usize,
-    /// `[head_dim][panel_rows]`.
+    /// Steps of a sum, see [`Factors`].
+    pub(crate) steps: usize,
+    /// What scores are multiplied with, where Q is not.
+    pub(crate) scale: A,
+    /// `[steps][panel_rows]`.
     pub(crate) q_panel: *const A,
     /// `[keys][panel_rows]`, written; may be uninitialised.
     pub(crate) scores: *mut A,
     /// `[panel_rows]`, raised to each row's largest score, where wanted. NaN may count or not.
     pub(crate) max: Option<*mut A>,
-    /// Elements between neighbouring keys of `scores` and dims of `q_panel`.
+    /// Elements between neighbouring keys of `scores` and steps of `q_panel`.
     pub(crate) panel_rows: usize,
     /// What is needed next.
     pub(crate) ahead: FetchRows,
@@ -33,11 +37,18 @@ pub(crate) struct ScoreBlock<A> {
 /// Scores of all `keys` for `ROW_VECTORS` vectors of rows.
 ///
 /// # Safety
-/// `k` must be valid for reading `keys` rows of `head_dim` elements at `k_stride`, `q_panel` for reading `head_dim`
+/// `k` must be valid for reading `keys` rows of `steps` elements at `k_stride`, `q_panel` for reading `steps`
 /// and `scores` for writing `keys` rows of `ROW_VECTORS` vectors at `panel_rows`, `max` for reading and writing
 /// `ROW_VECTORS` vectors.
 #[inline(always)]
-pub(crate) unsafe fn score_block<S: Simd, A: Lane, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
+pub(crate) unsafe fn score_block<
+    S: Simd,
+    A: Lane,
+    F: Factors<A>,
+    const TILE: usize,
+    const SHORT: usize,
+    const ROW_VECTORS: usize,
+>(
     simd: S,
     block: ScoreBlock<A>,
 ) {
@@ -47,22 +58,22 @@ pub(crate) unsafe fn score_block<S: Simd, A: Lane, const TILE: usize, const SHOR
     unsafe {
         for tile in 0..full {
             block.ahead.fetch(tile, full);
-            score_tile::<S, A, TILE, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, TILE, ROW_VECTORS>(simd, &mut next);
         }
         for _ in 0..short {
-            score_tile::<S, A, SHORT, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, SHORT, ROW_VECTORS>(simd, &mut next);
         }
         let mut rest = rest;
         while rest >= 4 {
-            score_tile::<S, A, 4, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, 4, ROW_VECTORS>(simd, &mut next);
             rest -= 4;
         }
         if rest >= 2 {
-            score_tile::<S, A, 2, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, 2, ROW_VECTORS>(simd, &mut next);
             rest -= 2;
         }
         if rest == 1 {
-            score_tile::<S, A, 1, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, 1, ROW_VECTORS>(simd, &mut next);
         }
     }
 }
@@ -72,11 +83,11 @@ pub(crate) unsafe fn score_block<S: Simd, A: Lane, const TILE: usize, const SHOR
 /// # Safety
 /// As [`score_block`], for `KEYS` keys.
 #[inline(always)]
-unsafe fn score_tile<S: Simd, A: Lane, const KEYS: usize, const ROW_VECTORS: usize>(
+unsafe fn score_tile<S: Simd, A: Lane, F: Factors<A>, const KEYS: usize, const ROW_VECTORS: usize>(
     simd: S,
     block: &mut ScoreBlock<A>,
 ) {
-    let ScoreBlock { k, k_stride, head_dim, panel_rows, .. } = *block;
+    let ScoreBlock { k, k_stride, steps, panel_rows, .. } = *block;
     let lanes = A::lanes::<S>();
     let mut acc = [[A::splat(simd, A::ZERO); ROW_VECTORS]; KEYS];
     // Keys in groups with a pointer each. x86: of three, base, base + stride and base + 2 * stride are addresses that it
@@ -85,21 +96,29 @@ unsafe fn score_tile<S: Simd, A: Lane, const KEYS: usize, const ROW_VECTORS: usi
     let mut groups: [*const A; MAX_KEYS / GROUP] =
         core::array::from_fn(|group| opaque(k.wrapping_add((GROUP * group).wrapping_mul(k_stride))));
     let mut q_row = block.q_panel;
-    // SAFETY: the loop runs `head_dim` times, `key < KEYS` and `vector < ROW_VECTORS`: inside the operands by the caller's
+    // SAFETY: the loop runs `steps` times, `key < KEYS` and `vector < ROW_VECTORS`: inside the operands by the caller's
     // promise.
     unsafe {
-        for _ in 0..head_dim {
+        for _ in 0..steps {
             let q: [A::Vector<S>; ROW_VECTORS] = core::array::from_fn(|vector| A::load::<S>(q_row.add(vector * lanes)));
             for key in 0..KEYS {
                 let k = A::splat(simd, *groups[key / GROUP].add(key % GROUP * k_stride));
                 for vector in 0..ROW_VECTORS {
-                    acc[key][vector] = A::mul_add(simd, k, q[vector], acc[key][vector]);
+                    acc[key][vector] = F::mul_add(simd, k, q[vector], acc[key][vector]);
                 }
             }
             for group in &mut groups {
                 *group = group.wrapping_add(1);
             }
             q_row = q_row.wrapping_add(panel_rows);
+        }
+        if F::SCALES_SCORES {
+            let scale = A::splat(simd, block.scale);
+            for key in 0..KEYS {
+                for vector in 0..ROW_VECTORS {
+                    acc[key][vector] = A::mul(simd, acc[key][vector], scale);
+                }
+            }
         }
         for (key, acc) in acc.iter().enumerate() {
             for (vector, &acc) in acc.iter().enumerate() {

@@ -10,6 +10,7 @@
 // gemm takes raw pointers.
 #![allow(unsafe_code)]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::projection::{Threads, WeightStorage};
@@ -250,6 +251,7 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
                 dim: row_len,
                 to: scratch,
                 to_stride: row_len,
+                factors: PhantomData,
             };
             T::pack_keys(threads.instruction_set, block);
         }
