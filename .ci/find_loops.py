@@ -11,6 +11,7 @@ from pathlib import Path
 # What multiplies and adds full registers. On the portable set every multiplication has one addition.
 X86_MULTIPLY_ADD = {
     "avx512": r"vfn?m(add|sub)\d+ps\s.*%zmm\d+$",
+    "avx512_bf16": r"vdpbf16ps\s.*%zmm\d+$",
     "avx512_f64": r"vfn?m(add|sub)\d+pd\s.*%zmm\d+$",
     "avx2": r"vfn?m(add|sub)\d+ps\s.*%ymm\d+$",
     "avx2_f64": r"vfn?m(add|sub)\d+pd\s.*%ymm\d+$",
@@ -21,10 +22,11 @@ BRANCH = re.compile(r"(?:j[a-z]+|b\.[a-z]+|cbn?z|tbn?z|b)\s+(?:.*,\s*)?(\.L\w+)$
 
 
 def tile_sizes():
-    """(tile, short, row_vectors) of every set, from the table in the source."""
+    """(tile, short, row_vectors) of every set, from the table in the source. (AVX512-BF16 is AVX-512 with other score tiles.)"""
     source = (Path(__file__).resolve().parent.parent / "src/kernels.rs").read_text()
     found = re.findall(r"const (\w+): Self = Self \{ tile: (\d+), short: (\d+), row_vectors: (\d+)", source)
-    return {name.lower(): tuple(map(int, sizes)) for name, *sizes in found}
+    sizes = {name.lower(): tuple(map(int, sizes)) for name, *sizes in found}
+    return {**sizes, "avx512_bf16": sizes["avx512"]}
 
 
 class Loop:
@@ -144,7 +146,9 @@ def find_loops(paths):
                 text = "\n".join(body)
                 if "fmla" in text:
                     instruction_set = "neon"
-                elif "4pulp3x862v4" in name:
+                elif "vdpbf16ps" in text:
+                    instruction_set = "avx512_bf16"
+                elif "4pulp3x862v4" in name or "15instruction_set11avx512_bf16" in name:
                     instruction_set = "avx512"
                 elif "15instruction_set4avx2" in name:
                     instruction_set = "avx2"

@@ -18,6 +18,11 @@ use crate::kernels::{TileSizes, WithTiles};
 /// A value carries the proof that the CPU supports it: there is no way to make one that would end in an illegal
 /// instruction. Results are bit-identical for one instruction set; two sets agree within rounding.
 ///
+/// `"avx512-bf16"` (AMD since Zen 4, Intel since Cooper Lake and Sapphire Rapids) is `"avx512"` with one difference: with more than 8 rows, that is queries
+/// times heads of a group, whose Q and K both are bf16, `Q K^T` multiplies two features at once with `vdpbf16ps`. [measured, Zen 5, causal, T = 512
+/// to 4096] 1.2 to 1.3 times as fast. The products are exact and added in f32 as elsewhere, in another order; but numbers, products and sums
+/// of magnitudes below 2^-126 count as 0 there.
+///
 /// ```
 /// use fused_attention::InstructionSet;
 /// println!("would run on {}", InstructionSet::detect().name());
@@ -80,7 +85,7 @@ mod avx2 {
     }
 }
 
-/// What `"avx512-bf16"` means: pulp's V4, and AVX512-BF16 besides, whose products of bf16 are the one thing that it does otherwise.
+/// What `"avx512-bf16"` means: pulp's V4, and AVX512-BF16 besides. The code is that of `"avx512"` but for one thing, see [`Bf16Pairs`].
 #[cfg(target_arch = "x86_64")]
 mod avx512_bf16 {
     #![allow(unsafe_code)] // pulp's macro

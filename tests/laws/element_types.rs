@@ -1,5 +1,6 @@
 //! The element types: 16-bit numbers are f32 numbers of few digits, and everything is accumulated in f32.
 
+use crate::bf16_pairs::{multiplies_pairs, with_exchanged_neighbours};
 use crate::common::{
     Layout, Number, Operands, Problem, Tensor, by_profile, for_each_pair, instruction_sets, masks, normal_problem,
     one_head, pattern, run_into, run_on, wide,
@@ -54,7 +55,7 @@ fn both_references_agree() {
 }
 
 /// A call on narrow types is the call on the same numbers in the accumulator's type, whose output is rounded once: bit for
-/// bit, on every path.
+/// bit, on every path. Where pairs of bf16 are multiplied, the features of each change places in their sums.
 #[test]
 fn narrow_types_give_the_bits_of_their_widened_copies() {
     for_each_pair!(bits_of_widened_copies);
@@ -65,8 +66,12 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
         return; // nothing is narrow
     }
     // Output and log-sum-exp of the widened copy.
-    let widened = |problem: &Problem<T, K>, config: &AttentionConfig| {
-        let answer = crate::common::run(&problem.widened(), config);
+    let widened = |problem: &Problem<T, K>, config: &AttentionConfig, pairs: bool| {
+        let mut widened = problem.widened();
+        if pairs {
+            widened = with_exchanged_neighbours(&widened);
+        }
+        let answer = crate::common::run(&widened, config);
         let rounded: Vec<T> = answer.out.values().iter().map(|x| T::nearest(x.value())).collect();
         (crate::common::bits(&rounded), crate::common::bits(&answer.logsumexp))
     };
@@ -84,8 +89,10 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
         let problem = Problem::<T, K>::normal(&shape, rows as u64);
         for set in instruction_sets() {
             for config in [AttentionConfig::causal(), AttentionConfig::full()] {
-                let config = config.with_instruction_set(set).with_softmax_scale(0.7);
-                let expected = widened(&problem, &config);
+                let pairs = multiplies_pairs::<T, K>(set, rows);
+                // Whether Q or the scores are multiplied does not matter where no bit is lost.
+                let config = config.with_instruction_set(set).with_softmax_scale(if pairs { 0.5 } else { 0.7 });
+                let expected = widened(&problem, &config, pairs);
                 let layout = Layout::DISTINCT[rows % Layout::DISTINCT.len()];
                 let what = (shape, layout, config);
                 assert_eq!(run_into(&problem, &config, layout).bits(), expected, "out in {what:?}");
@@ -98,7 +105,7 @@ fn bits_of_widened_copies<T: Number, K: Number<Real = T::Real>>() {
                     v_lies_in_k: false,
                     operands: Operands::default(),
                 };
-                let expected = widened(&mixed, &config);
+                let expected = widened(&mixed, &config, pairs);
                 assert_eq!(run_into(&mixed, &config, Layout::Bshd).bits(), expected, "mixed {what:?}");
             }
         }

@@ -5,6 +5,7 @@
 mod common;
 
 mod audit;
+mod bf16_pairs;
 mod bits;
 mod decode;
 mod element_types;

@@ -1,0 +1,85 @@
+//! `avx512-bf16`: where prefill multiplies pairs of bf16 and adds them in f32. That the sums are those of f32 with neighbours
+//! exchanged is part of `element_types`.
+
+use crate::common::{Layout, Number, Problem, Tensor, by_profile, instruction_sets, one_head, run_on};
+use fused_attention::{AttentionConfig, InstructionSet, bf16};
+
+/// Whether a call with so many rows (queries times heads of a group) multiplies pairs.
+pub fn multiplies_pairs<T: Number, K: Number>(set: InstructionSet, rows: usize) -> bool {
+    set.name() == "avx512-bf16" && T::NAME == "bf16" && K::NAME == "bf16" && rows > 8
+}
+
+/// Q and K with the features 2i and 2i + 1 exchanged: the order in which the instruction adds their products. An odd last one stays.
+pub fn with_exchanged_neighbours<T: Number>(problem: &Problem<T>) -> Problem<T> {
+    let exchanged = |tensor: &Tensor<T>| {
+        let last = tensor.shape[3] - 1;
+        Tensor::from_fn(tensor.shape, Layout::Bhsd, |[b, h, s, d]| {
+            tensor.get([b, h, s, if d ^ 1 > last { d } else { d ^ 1 }])
+        })
+    };
+    Problem { q: exchanged(&problem.q), k: exchanged(&problem.k), ..problem.clone() }
+}
+
+fn pair_sets() -> impl Iterator<Item = InstructionSet> {
+    instruction_sets().into_iter().filter(|&set| multiplies_pairs::<bf16, bf16>(set, 9))
+}
+
+/// Rows of one number and zeros against rows of a 1 and zeros: each score is a number, in Q or in K, first or second of a pair.
+/// Those below the normal range count as 0, as the documentation of the set says.
+#[test]
+fn every_normal_number_counts_exactly_and_smaller_ones_as_zero() {
+    const ROWS: usize = 9;
+    let step = by_profile(1, 13);
+    let numbers: Vec<bf16> = bf16::all_numbers().filter(|x| x.value().is_finite()).step_by(step).collect();
+    let counted = |x: bf16| if x.value().abs() < 2f64.powi(-126) { 0.0 } else { x.value() };
+    let heads = numbers.len() / ROWS;
+    let config = AttentionConfig::full().with_softmax_scale(1.0);
+    // Row i of the numbers is in feature i alone; so a key of ones finds it, and a number in a key is found by row i.
+    let ones = Tensor::from_fn([1, heads, 1, ROWS], Layout::Bhsd, |_| bf16::ONE);
+    let values = Tensor::from_fn([1, heads, 1, 1], Layout::Bhsd, |_| bf16::ONE);
+    let diagonal = |number: &dyn Fn(usize, usize) -> bf16| {
+        Tensor::from_fn(
+            [1, heads, ROWS, ROWS],
+            Layout::Bhsd,
+            |[_, h, row, d]| if row == d { number(h, row) } else { bf16::ZERO },
+        )
+    };
+    let number = |h: usize, row: usize| numbers[h * ROWS + row];
+    let in_keys = Tensor::from_fn([1, heads, 1, ROWS], Layout::Bhsd, |[_, h, _, d]| number(h, d));
+    for set in pair_sets() {
+        for (q, k) in [(diagonal(&number), ones.clone()), (diagonal(&|_, _| bf16::ONE), in_keys.clone())] {
+            let answer = run_on(set, &Problem::<bf16>::new(q, k, values.clone()), &config);
+            for (&x, &score) in numbers.iter().zip(&answer.logsumexp) {
+                assert_eq!(f64::from(score), counted(x), "{x:e}");
+            }
+        }
+    }
+}
+
+/// Infinities and NaN of either operand are in the score, in whichever place of the pair.
+#[test]
+fn infinities_and_nan_come_through() {
+    const ROWS: usize = 12;
+    const SPECIAL: [f64; 3] = [f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
+    for set in pair_sets() {
+        for head_dim in [1, 2, 5, 6] {
+            for place in 0..head_dim {
+                for (special, in_q) in SPECIAL.into_iter().flat_map(|x| [(x, true), (x, false)]) {
+                    let mut problem = Problem::<bf16>::normal(&one_head(ROWS, 1, head_dim, 3), 1);
+                    problem.q = Tensor::from_fn(problem.q.shape, Layout::Bhsd, |_| bf16::ONE);
+                    problem.k = Tensor::from_fn(problem.k.shape, Layout::Bhsd, |_| bf16::ONE);
+                    let tensor = if in_q { &mut problem.q } else { &mut problem.k };
+                    tensor.set([0, 0, 0, place], bf16::nearest(special));
+                    let config = AttentionConfig::full();
+                    let scores = run_on(set, &problem, &config).logsumexp;
+                    let widened = run_on(set, &problem.widened(), &config).logsumexp;
+                    for (row, (score, widened)) in scores.iter().zip(&widened).enumerate() {
+                        let what = format!("{special} in place {place} of {head_dim}, row {row}: {score}");
+                        assert_eq!(!score.is_finite(), row == 0 || !in_q, "{what}");
+                        assert_eq!(score.is_nan(), widened.is_nan(), "{what}, not {widened}");
+                    }
+                }
+            }
+        }
+    }
+}
