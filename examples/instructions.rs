@@ -68,7 +68,7 @@ fn parse(id: &str) -> Option<(AttentionShape, bool, AttentionConfig)> {
     let config = match mask {
         "causal" => AttentionConfig::causal(),
         "full" => AttentionConfig::full(),
-        _ => return None,
+        window => AttentionConfig::sliding_window(window.strip_prefix("window")?.parse().ok()?),
     };
     let is_bshd = match layout {
         "bhsd" => false,
