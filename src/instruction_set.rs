@@ -423,7 +423,7 @@ pub fn executed_instruction_set(set: InstructionSet) -> &'static str {
         }
     }
     /// Multiplies a pair: 1 * 2 + 3 * 4, and says whether that came out.
-    struct MultipliesPairs;
+    struct MultipliesPairs(Bf16Pairs);
     impl WithTiles for MultipliesPairs {
         type Output = bool;
         #[inline(always)]
@@ -431,14 +431,14 @@ pub fn executed_instruction_set(set: InstructionSet) -> &'static str {
             let pair = |low: f32, high: f32| f32::from_bits(high.to_bits() | low.to_bits() >> 16);
             let [k, q, zero] =
                 [pair(1.0, 3.0), pair(2.0, 4.0), 0.0].map(|value| f32::splat(simd, std::hint::black_box(value)));
-            f32::first_lane::<S>(Bf16Pairs::mul_add(simd, k, q, zero)) == 14.0
+            f32::first_lane::<S>(self.0.mul_add(simd, k, q, zero)) == 14.0
         }
     }
     let executed = set.run(Executed);
-    if set.has_bf16_pairs() && executed == "avx512" && set.run_bf16_pairs(MultipliesPairs) {
-        return "avx512-bf16";
+    match Bf16Pairs::new(set) {
+        Some(pairs) if executed == "avx512" && set.run_bf16_pairs(MultipliesPairs(pairs)) => "avx512-bf16",
+        _ => executed,
     }
-    executed
 }
 
 impl PartialEq for InstructionSet {

@@ -6,8 +6,6 @@
 
 #![allow(unsafe_code)]
 
-use std::marker::PhantomData;
-
 use half::{bf16, f16};
 use pulp::Simd;
 
@@ -87,21 +85,21 @@ pub(crate) const CHUNK: usize = 64;
 /// How rows of `T` become the steps of [`Factors`].
 pub(crate) trait PackedFrom<T: Stored<A>, A: Lane>: Factors<A> {
     /// Whether the steps of a row with this stride are the row itself.
-    fn is_row(stride: usize) -> bool;
+    fn is_row(self, stride: usize) -> bool;
 
     /// # Safety
     /// `from` must be valid for reading `dims` elements at `stride`, of which `to` must hold the steps.
-    unsafe fn pack_row<S: Simd>(simd: S, from: *const T, stride: usize, dims: usize, to: &mut [A]);
+    unsafe fn pack_row<S: Simd>(self, simd: S, from: *const T, stride: usize, dims: usize, to: &mut [A]);
 }
 
 impl<T: Stored<A>, A: Lane> PackedFrom<T, A> for Accumulators {
     #[inline(always)]
-    fn is_row(stride: usize) -> bool {
+    fn is_row(self, stride: usize) -> bool {
         T::IS_ACCUMULATOR && stride == 1
     }
 
     #[inline(always)]
-    unsafe fn pack_row<S: Simd>(simd: S, from: *const T, stride: usize, dims: usize, to: &mut [A]) {
+    unsafe fn pack_row<S: Simd>(self, simd: S, from: *const T, stride: usize, dims: usize, to: &mut [A]) {
         // SAFETY: the same contract, a step an element.
         unsafe { widen_row::<S, T, A>(simd, from, stride, &mut to[..dims]) };
     }
@@ -109,12 +107,12 @@ impl<T: Stored<A>, A: Lane> PackedFrom<T, A> for Accumulators {
 
 impl PackedFrom<bf16, f32> for Bf16Pairs {
     #[inline(always)]
-    fn is_row(_: usize) -> bool {
+    fn is_row(self, _: usize) -> bool {
         false // elements of 16 bits may lie where no f32 can
     }
 
     #[inline(always)]
-    unsafe fn pack_row<S: Simd>(_: S, from: *const bf16, stride: usize, dims: usize, to: &mut [f32]) {
+    unsafe fn pack_row<S: Simd>(self, _: S, from: *const bf16, stride: usize, dims: usize, to: &mut [f32]) {
         let to = &mut to[..dims.div_ceil(2)];
         if let Some(last) = to.last_mut() {
             *last = 0.0;
@@ -142,7 +140,7 @@ pub(crate) struct PackKeys<'a, T, A, F> {
     /// `[keys][to_stride]`
     pub(crate) to: &'a mut [A],
     pub(crate) to_stride: usize,
-    pub(crate) factors: PhantomData<F>,
+    pub(crate) factors: F,
 }
 
 impl<T: Stored<A>, A: Lane, F: PackedFrom<T, A>> WithTiles for PackKeys<'_, T, A, F> {
@@ -150,11 +148,11 @@ impl<T: Stored<A>, A: Lane, F: PackedFrom<T, A>> WithTiles for PackKeys<'_, T, A
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
-        let Self { from, key_stride, dim_stride, keys, dim, to, to_stride, .. } = self;
+        let Self { from, key_stride, dim_stride, keys, dim, to, to_stride, factors } = self;
         for (key, to) in to.chunks_exact_mut(to_stride).take(keys).enumerate() {
             let from = &from[key * key_stride..][..(dim - 1) * dim_stride + 1];
             // SAFETY: `from` has just been cut to `dim` elements at `dim_stride`.
-            unsafe { F::pack_row(simd, from.as_ptr(), dim_stride, dim, to) };
+            unsafe { factors.pack_row(simd, from.as_ptr(), dim_stride, dim, to) };
         }
     }
 }
@@ -183,7 +181,7 @@ impl<T: Stored<A>, A: Lane> WithTiles for TransposeRows<'_, T, A> {
             let from: [*const T; SIDE] = core::array::from_fn(row);
             let to = &mut to[first..][..(row_len - 1) * to_stride + SIDE];
             // SAFETY: each row has just been cut to `row_len` elements, of which `to` has as many rows.
-            unsafe { pack_rows::<S, T, A, Accumulators>(simd, from, (1, row_len), to, to_stride) };
+            unsafe { pack_rows::<S, T, A, _>(simd, Accumulators, from, (1, row_len), to, to_stride) };
         }
     }
 }
@@ -198,7 +196,7 @@ pub(crate) struct PackQ<'a, T, A, F> {
     pub(crate) scale: A,
     /// `[panels][steps][panel_rows]`
     pub(crate) q_panels: &'a mut [A],
-    pub(crate) factors: PhantomData<F>,
+    pub(crate) factors: F,
 }
 
 impl<T: Stored<A>, A: Lane, F: PackedFrom<T, A>> WithTiles for PackQ<'_, T, A, F> {
@@ -206,7 +204,7 @@ impl<T: Stored<A>, A: Lane, F: PackedFrom<T, A>> WithTiles for PackQ<'_, T, A, F
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
-        let Self { task, q, layout, .. } = self;
+        let Self { task, q, layout, factors, .. } = self;
         let (panel_rows, head_dim) = (task.panel_rows, layout.shape[3]);
         let steps = F::steps(head_dim);
         assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
@@ -233,7 +231,7 @@ impl<T: Stored<A>, A: Lane, F: PackedFrom<T, A>> WithTiles for PackQ<'_, T, A, F
                 // SAFETY: rows of `head_dim` elements at the layout's last stride are valid.
                 unsafe {
                     let row = (layout.strides[3], head_dim);
-                    pack_rows::<S, T, A, F>(simd, from, row, &mut q_panel[lane..], panel_rows);
+                    pack_rows::<S, T, A, F>(simd, factors, from, row, &mut q_panel[lane..], panel_rows);
                 }
             }
             if F::SCALES_SCORES {
@@ -258,12 +256,13 @@ impl<T: Stored<A>, A: Lane, F: PackedFrom<T, A>> WithTiles for PackQ<'_, T, A, F
 #[inline(always)]
 unsafe fn pack_rows<S: Simd, T: Stored<A>, A: Lane, F: PackedFrom<T, A>>(
     simd: S,
+    factors: F,
     from: [*const T; SIDE],
     (stride, head_dim): (usize, usize),
     panel: &mut [A],
     panel_rows: usize,
 ) {
-    if F::is_row(stride) {
+    if factors.is_row(stride) {
         // SAFETY: valid for `head_dim` accumulators, as `T` is `A`.
         return unsafe { transpose_rows::<S, A>(simd, from.map(|row| row.cast()), panel, panel_rows) };
     }
@@ -274,7 +273,7 @@ unsafe fn pack_rows<S: Simd, T: Stored<A>, A: Lane, F: PackedFrom<T, A>>(
         let panel = &mut panel[first_dim / F::ELEMENTS * panel_rows..];
         for (chunk, row) in chunk.iter_mut().zip(from) {
             // SAFETY: `first_dim + dims <= head_dim`, and the chunk has room for the steps of `chunk_dims`.
-            unsafe { F::pack_row(simd, row.wrapping_add(first_dim * stride), stride, dims, chunk) };
+            unsafe { factors.pack_row(simd, row.wrapping_add(first_dim * stride), stride, dims, chunk) };
         }
         let end = panel.len().min((F::steps(dims) - 1) * panel_rows + SIDE);
         let mut rows = [core::ptr::null(); SIDE];

@@ -3,7 +3,6 @@
 
 #![allow(unsafe_code)]
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use pulp::Simd;
@@ -23,12 +22,12 @@ use crate::score_pass::ScoreTile;
 /// All panels of a task against one block of keys.
 pub(crate) struct PrefillBlock<'t, 's, A, F> {
     block: KeyBlock<'t, 's, A>,
-    factors: PhantomData<F>,
+    factors: F,
 }
 
 impl<'t, 's, A, F> PrefillBlock<'t, 's, A, F> {
-    pub(crate) fn new(block: KeyBlock<'t, 's, A>) -> Self {
-        Self { block, factors: PhantomData }
+    pub(crate) fn new(factors: F, block: KeyBlock<'t, 's, A>) -> Self {
+        Self { block, factors }
     }
 }
 
@@ -37,12 +36,12 @@ impl<A: Lane, F: Factors<A>> WithTiles for PrefillBlock<'_, '_, A, F> {
 
     #[inline(always)]
     fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
-        let mut block = self.block;
+        let Self { mut block, factors } = self;
         let panel_rows = block.task.panel_rows;
         assert_eq!(panel_rows, ROW_VECTORS * A::lanes::<S>());
         let mut values_finite = None;
         for first_row in (0..block.task.rows).step_by(panel_rows) {
-            block.run_panel::<S, F, TILE, SHORT, ROW_VECTORS>(simd, first_row, &mut values_finite);
+            block.run_panel::<S, F, TILE, SHORT, ROW_VECTORS>(simd, factors, first_row, &mut values_finite);
         }
     }
 }
@@ -162,6 +161,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     fn run_panel<S: Simd, F: Factors<A>, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
         simd: S,
+        factors: F,
         first_row: usize,
         values_finite: &mut Option<bool>,
     ) {
@@ -187,7 +187,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         let max = (!is_edge && self.pass.is_none()).then_some(running_max.as_mut_ptr());
         for index in 0..3 {
             let Some(span) = spans[index] else { continue };
-            self.scores::<S, F, TILE, SHORT, ROW_VECTORS>(simd, first_row, span, max);
+            self.scores::<S, F, TILE, SHORT, ROW_VECTORS>(simd, factors, first_row, span, max);
         }
         let hides_keys = match self.pass {
             None => false,
@@ -277,6 +277,7 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
     fn scores<S: Simd, F: Factors<A>, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(
         &mut self,
         simd: S,
+        factors: F,
         first_row: usize,
         span: Span,
         max: Option<*mut A>,
@@ -304,10 +305,10 @@ impl<A: Lane> KeyBlock<'_, '_, A> {
         // cut to size, `max` has `panel_rows`, and a half starts half a row in and is half as wide.
         unsafe {
             match (span.rows, ROW_VECTORS) {
-                (Vectors::All, _) => score_block::<S, A, F, TILE, SHORT, ROW_VECTORS>(simd, block),
-                (_, 2) => score_block::<S, A, F, HALF_TILE, HALF_SHORT, 1>(simd, block),
-                (_, 4) if TILE == 2 => score_block::<S, A, F, 4, 4, 2>(simd, block),
-                (_, 4) => score_block::<S, A, F, HALF_TILE, HALF_SHORT, 2>(simd, block),
+                (Vectors::All, _) => score_block::<S, A, F, TILE, SHORT, ROW_VECTORS>(simd, factors, block),
+                (_, 2) => score_block::<S, A, F, HALF_TILE, HALF_SHORT, 1>(simd, factors, block),
+                (_, 4) if TILE == 2 => score_block::<S, A, F, 4, 4, 2>(simd, factors, block),
+                (_, 4) => score_block::<S, A, F, HALF_TILE, HALF_SHORT, 2>(simd, factors, block),
                 _ => unreachable!("panels have 2 or 4 vectors"),
             }
         }

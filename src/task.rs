@@ -3,7 +3,6 @@
 //! Pack Q, then for every block of keys up to the last one that any row sees: pack K and V where they do not lie as the
 //! kernels read them, and run the rows against it ([`PrefillBlock`] or [`DecodeBlock`]). Then divide and write.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::{mem, ptr};
 
@@ -217,7 +216,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
             let [k_scratch_stride, v_scratch_stride] = scratch.strides;
             let k_scratch = (&mut *scratch.k_block, k_scratch_stride);
             let (k, k_stride) = match pairs {
-                Some((_, k)) => self.pack_pairs(k, task, keys.clone(), k_scratch),
+                Some(pairs) => self.pack_pairs(pairs, task, keys.clone(), k_scratch),
                 None => self.read_block(&self.inputs.k, task, keys.clone(), k_scratch),
             };
             let (v, v_stride) =
@@ -253,18 +252,18 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 scratch,
             };
             match pairs {
-                Some(_) => T::Acc::prefill_pairs(self.plan.instruction_set, PrefillBlock::new(block)),
-                None => T::Acc::prefill(self.plan.instruction_set, PrefillBlock::new(block)),
+                Some(pairs) => {
+                    T::Acc::prefill_pairs(self.plan.instruction_set, PrefillBlock::new(pairs.factors, block))
+                }
+                None => T::Acc::prefill(self.plan.instruction_set, PrefillBlock::new(Accumulators, block)),
             }
         }
     }
 
     /// Q and K where prefill multiplies them as pairs: where both are bf16, on a set that does so, whatever their shape and strides.
-    fn pairs(&self) -> Option<(&[bf16], &[bf16])> {
-        if !self.plan.instruction_set.has_bf16_pairs() {
-            return None;
-        }
-        Some((T::as_bf16(self.inputs.q.data())?, K::as_bf16(self.inputs.k.data())?))
+    fn pairs(&self) -> Option<Pairs<'_>> {
+        let factors = Bf16Pairs::new(self.plan.instruction_set)?;
+        Some(Pairs { factors, q: T::as_bf16(self.inputs.q.data())?, k: K::as_bf16(self.inputs.k.data())? })
     }
 
     fn scale(&self) -> T::Acc {
@@ -392,13 +391,12 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         if !is_decode {
             let (set, q_panels) = (self.plan.instruction_set, &mut *scratch.q_panels);
             match self.pairs() {
-                Some((q, _)) => {
-                    let q = q.as_ptr();
-                    T::Acc::pack_q_pairs(set, PackQ { task, q, layout, scale, q_panels, factors: PhantomData });
+                Some(Pairs { factors, q, .. }) => {
+                    T::Acc::pack_q_pairs(set, PackQ { task, q: q.as_ptr(), layout, scale, q_panels, factors });
                 }
                 None => {
-                    let q = q.as_ptr();
-                    T::pack_q(set, PackQ { task, q, layout, scale, q_panels, factors: PhantomData });
+                    let factors = Accumulators;
+                    T::pack_q(set, PackQ { task, q: q.as_ptr(), layout, scale, q_panels, factors });
                 }
             }
             return DecodeRows::new(q_rows, scale);
@@ -422,7 +420,7 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
                 dim: head_dim,
                 to,
                 to_stride: head_dim,
-                factors: PhantomData,
+                factors: Accumulators,
             };
             T::pack_keys(self.plan.instruction_set, op);
         }
@@ -473,29 +471,39 @@ impl<'a, T: Element, K: Element<Acc = T::Acc>> Call<'a, T, K> {
         keys: Range<usize>,
         (packed, stride): (&mut [T::Acc], usize),
     ) {
-        let op = packed_block(tensor.data(), tensor.layout(), task, keys, (packed, stride));
+        let op = packed_block(Accumulators, tensor.data(), tensor.layout(), task, keys, (packed, stride));
         K::pack_keys(self.plan.instruction_set, op);
     }
 
     /// The same for the pairs of K, of no features too. The packed block, with its stride.
     fn pack_pairs(
         &self,
-        k: &[bf16],
+        pairs: Pairs<'_>,
         task: &RowBlock,
         keys: Range<usize>,
         (packed, stride): (&mut [T::Acc], usize),
     ) -> (*const T::Acc, usize) {
         let start = packed.as_ptr();
         if self.plan.shape.head_dim > 0 {
-            let op = packed_block(k, self.inputs.k.layout(), task, keys, (packed, stride));
+            let Pairs { factors, k, .. } = pairs;
+            let op = packed_block(factors, k, self.inputs.k.layout(), task, keys, (packed, stride));
             T::Acc::pack_key_pairs(self.plan.instruction_set, op);
         }
         (start, stride)
     }
 }
 
+/// Q and K that are multiplied as pairs.
+#[derive(Clone, Copy)]
+struct Pairs<'a> {
+    factors: Bf16Pairs,
+    q: &'a [bf16],
+    k: &'a [bf16],
+}
+
 /// What packs a block of keys of at least one feature from `data`.
 fn packed_block<'a, E, A, F>(
+    factors: F,
     data: &'a [E],
     layout: Layout,
     task: &RowBlock,
@@ -506,7 +514,7 @@ fn packed_block<'a, E, A, F>(
     let from = &data[layout.offset([task.batch, task.kv_head, keys.start])..];
     let to = &mut packed[..keys.len() * to_stride];
     let (keys, dim) = (keys.len(), layout.shape[3]);
-    PackKeys { from, key_stride, dim_stride, keys, dim, to, to_stride, factors: PhantomData }
+    PackKeys { from, key_stride, dim_stride, keys, dim, to, to_stride, factors }
 }
 
 /// Whether to copy a block whose keys the kernels could read where they lie. Where keys are not neighbours (token-major

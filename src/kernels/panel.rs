@@ -27,7 +27,7 @@ pub fn score_tiles(set: InstructionSet, keys: usize, k: &[f32], q_panel: &[f32],
         #[inline(always)]
         fn run<S: Simd, const TILE: usize, const SHORT: usize, const ROW_VECTORS: usize>(self, simd: S) {
             // SAFETY: `score_tiles` checked the sizes.
-            unsafe { score_block::<S, f32, Accumulators, TILE, SHORT, ROW_VECTORS>(simd, self.0) }
+            unsafe { score_block::<S, f32, Accumulators, TILE, SHORT, ROW_VECTORS>(simd, Accumulators, self.0) }
         }
     }
     let (panel_rows, head_dim) = (rows(set), k.len() / keys);

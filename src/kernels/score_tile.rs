@@ -50,6 +50,7 @@ pub(crate) unsafe fn score_block<
     const ROW_VECTORS: usize,
 >(
     simd: S,
+    factors: F,
     block: ScoreBlock<A>,
 ) {
     let (full, short, rest) = split_tiles::<TILE, SHORT>(block.keys);
@@ -58,22 +59,22 @@ pub(crate) unsafe fn score_block<
     unsafe {
         for tile in 0..full {
             block.ahead.fetch(tile, full);
-            score_tile::<S, A, F, TILE, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, TILE, ROW_VECTORS>(simd, factors, &mut next);
         }
         for _ in 0..short {
-            score_tile::<S, A, F, SHORT, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, SHORT, ROW_VECTORS>(simd, factors, &mut next);
         }
         let mut rest = rest;
         while rest >= 4 {
-            score_tile::<S, A, F, 4, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, 4, ROW_VECTORS>(simd, factors, &mut next);
             rest -= 4;
         }
         if rest >= 2 {
-            score_tile::<S, A, F, 2, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, 2, ROW_VECTORS>(simd, factors, &mut next);
             rest -= 2;
         }
         if rest == 1 {
-            score_tile::<S, A, F, 1, ROW_VECTORS>(simd, &mut next);
+            score_tile::<S, A, F, 1, ROW_VECTORS>(simd, factors, &mut next);
         }
     }
 }
@@ -85,6 +86,7 @@ pub(crate) unsafe fn score_block<
 #[inline(always)]
 unsafe fn score_tile<S: Simd, A: Lane, F: Factors<A>, const KEYS: usize, const ROW_VECTORS: usize>(
     simd: S,
+    factors: F,
     block: &mut ScoreBlock<A>,
 ) {
     let ScoreBlock { k, k_stride, steps, panel_rows, .. } = *block;
@@ -104,7 +106,7 @@ unsafe fn score_tile<S: Simd, A: Lane, F: Factors<A>, const KEYS: usize, const R
             for key in 0..KEYS {
                 let k = A::splat(simd, *groups[key / GROUP].add(key % GROUP * k_stride));
                 for vector in 0..ROW_VECTORS {
-                    acc[key][vector] = F::mul_add(simd, k, q[vector], acc[key][vector]);
+                    acc[key][vector] = factors.mul_add(simd, k, q[vector], acc[key][vector]);
                 }
             }
             for group in &mut groups {

@@ -10,10 +10,10 @@
 // gemm takes raw pointers.
 #![allow(unsafe_code)]
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::projection::{Threads, WeightStorage};
+use crate::kernels::factors::Accumulators;
 use crate::packing::{PackKeys, TransposeRows};
 use crate::workspace::ALIGN_BYTES;
 use crate::{AttentionError, Element, Parallelism, Workspace, schedule};
@@ -251,7 +251,7 @@ impl<T: Element<Acc = f32>> Product<'_, T> {
                 dim: row_len,
                 to: scratch,
                 to_stride: row_len,
-                factors: PhantomData,
+                factors: Accumulators,
             };
             T::pack_keys(threads.instruction_set, block);
         }
