@@ -4,6 +4,8 @@ each tile and each CPU model, the FMAs of an iteration, the cycles that the mode
 llvm-mca predicts, and the fraction of the model's own FMA peak (what llvm-mca says of a list of FMAs) that this is. Where the silicon does
 more FMAs a cycle than the model: the cycles that the FMAs take there, beside those that the model needs for all the other instructions.
 
+Products of pairs of bf16 (avx512-bf16) have no turn here; .ci/loops looks at them.
+
 Fails if a set has no score or no value loop of TILE x ROW_VECTORS accumulators (as src/kernels.rs has them), or if any of the
 loops loads or stores a vector relative to the stack.
 """

@@ -20,8 +20,8 @@ use crate::kernels::{TileSizes, WithTiles};
 ///
 /// `"avx512-bf16"` (AMD since Zen 4, Intel since Cooper Lake and Sapphire Rapids) is `"avx512"` with one difference: with more than 8 rows, that is queries
 /// times heads of a group, whose Q and K both are bf16, `Q K^T` multiplies two features at once with `vdpbf16ps`. [measured, Zen 5, causal, T = 512
-/// to 4096] 1.2 to 1.3 times as fast. The products are exact and added in f32 as elsewhere, in another order; but numbers, products and sums
-/// of magnitudes below 2^-126 count as 0 there.
+/// to 4096] 1.2 to 1.3 times as fast. The products are exact and added in f32 as elsewhere, in another order, and the sum is multiplied with
+/// `softmax_scale` (elsewhere Q is): so it must be in the range of f32 before. Numbers, products and sums of magnitudes below 2^-126 count as 0 there.
 ///
 /// ```
 /// use fused_attention::InstructionSet;

@@ -15,7 +15,7 @@
 //! - scores / probs `[key][rows]`; out_acc `[value_dim][rows]`; running_max, running_sum, rescale `[rows]`.
 //!
 //! Every sum of a tile runs over its whole range in ascending order with one fused multiply-add (or, on the portable sets,
-//! one multiply and one add) a step, whatever the tile: a row's bits depend neither on the tile that computed it nor on
+//! one multiply and one add; of a pair two, the second feature first) a step, whatever the tile: a row's bits depend neither on the tile that computed it nor on
 //! its neighbours. (`row`, for tasks of a few rows, sums in the lanes; which rows share a tile there depends on their number alone.)
 
 pub(crate) mod broadcast;
@@ -47,6 +47,8 @@ use pulp::Simd;
 /// | AVX-512 | 32 x 16 | 12 x 2 | 24 | 14 / 24 | 24 + 2 + 1 fit; a panel of 32 rows; embedded broadcasts, 26 loads, are 9 % slower |
 /// | NEON | 32 x 4 | 6 x 4 | 24 | 10 / 24, of values 6 / 24 | 24 + 4 + 2 fit; one load brings up to 4 values, FMAs take them by element |
 /// | portable | 16 x 4 (SSE2) | 4 x 2 | 8 | 6 / 8 | without FMA every product needs a register of its own |
+///
+/// A step of the score tile may be a pair of bf16 (AVX512-BF16), with the same registers and loads, and half of the steps.
 ///
 /// In f64 a vector has half as many lanes, and a tile the same registers and the same reasons; but rows are packed and unpacked by eights
 /// (`transpose::SIDE`), so on the portable set, of 2 lanes, a tile is 2 x 4.
@@ -164,10 +166,13 @@ mod tests {
                 [T, H, V, S::F32_LANES, S::F64_LANES]
             }
         }
-        for name in ["avx512", "avx2", "neon", "portable", "portable-256", "portable-512"] {
+        for name in ["avx512-bf16", "avx512", "avx2", "neon", "portable", "portable-256", "portable-512"] {
             let Ok(set) = crate::InstructionSet::from_name(name) else { continue };
             let TileSizes { tile, short, row_vectors, lanes } = set.tile_sizes();
             assert_eq!(set.run(Lanes), [tile, short, row_vectors, lanes, lanes / 2], "{name}");
+            if set.has_bf16_pairs() {
+                assert_eq!(set.run_bf16_pairs(Lanes), [tile, short, row_vectors, lanes, lanes / 2], "{name}, pairs");
+            }
             let TileSizes { tile, short, row_vectors, lanes } = set.tile_sizes_f64();
             assert_eq!(set.run_f64(Lanes), [tile, short, row_vectors, 2 * lanes, lanes], "{name}");
         }

@@ -82,6 +82,7 @@ mod few_keys;
 pub mod guide;
 mod instruction_set;
 mod kernels;
+mod key_blocks;
 mod kv_cache;
 mod mask;
 mod merge;

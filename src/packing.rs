@@ -83,7 +83,10 @@ packing!(f64 => f64, run_f64, |set, op| set.run_portable(PortableDecodeHeads(op)
 pub(crate) const CHUNK: usize = 64;
 
 /// How rows of `T` become the steps of [`Factors`].
-pub(crate) trait PackedFrom<T: Stored<A>, A: Lane>: Factors<A> {
+///
+/// # Safety
+/// Where [`is_row`](Self::is_row) says so, `T` must be `A` and a step an element.
+pub(crate) unsafe trait PackedFrom<T: Stored<A>, A: Lane>: Factors<A> {
     /// Whether the steps of a row with this stride are the row itself.
     fn is_row(self, stride: usize) -> bool;
 
@@ -92,7 +95,8 @@ pub(crate) trait PackedFrom<T: Stored<A>, A: Lane>: Factors<A> {
     unsafe fn pack_row<S: Simd>(self, simd: S, from: *const T, stride: usize, dims: usize, to: &mut [A]);
 }
 
-impl<T: Stored<A>, A: Lane> PackedFrom<T, A> for Accumulators {
+// SAFETY: `IS_ACCUMULATOR` says that `T` is `A`, and a step of this is an element.
+unsafe impl<T: Stored<A>, A: Lane> PackedFrom<T, A> for Accumulators {
     #[inline(always)]
     fn is_row(self, stride: usize) -> bool {
         T::IS_ACCUMULATOR && stride == 1
@@ -105,7 +109,8 @@ impl<T: Stored<A>, A: Lane> PackedFrom<T, A> for Accumulators {
     }
 }
 
-impl PackedFrom<bf16, f32> for Bf16Pairs {
+// SAFETY: a row is never said to be its steps.
+unsafe impl PackedFrom<bf16, f32> for Bf16Pairs {
     #[inline(always)]
     fn is_row(self, _: usize) -> bool {
         false // elements of 16 bits may lie where no f32 can
@@ -118,7 +123,8 @@ impl PackedFrom<bf16, f32> for Bf16Pairs {
             *last = 0.0;
         }
         let to: *mut bf16 = to.as_mut_ptr().cast();
-        // SAFETY: `to` holds `dims` elements of half the size, or one more, and any bits are a value of both types.
+        // SAFETY: `from` is valid for `dims` elements at `stride` by the caller's promise; `to` holds as many of half its size, or one more, and
+        // is exclusively borrowed, so they do not overlap. Any bits are a value of both types.
         unsafe {
             if stride == 1 {
                 return core::ptr::copy_nonoverlapping(from, to, dims);
@@ -263,7 +269,7 @@ unsafe fn pack_rows<S: Simd, T: Stored<A>, A: Lane, F: PackedFrom<T, A>>(
     panel_rows: usize,
 ) {
     if factors.is_row(stride) {
-        // SAFETY: valid for `head_dim` accumulators, as `T` is `A`.
+        // SAFETY: valid for `head_dim` accumulators, as `T` is `A` (the trait's contract).
         return unsafe { transpose_rows::<S, A>(simd, from.map(|row| row.cast()), panel, panel_rows) };
     }
     let mut chunk = [[A::ZERO; CHUNK]; SIDE];

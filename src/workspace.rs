@@ -97,7 +97,7 @@ pub(crate) struct ScratchSizes {
 
 /// Scratch of a task. Every array starts on a 64-byte boundary. Contents are whatever the last task left.
 pub(crate) struct Scratch<'a, A> {
-    /// Prefill: `[panels][head_dim][panel_rows]`. Decode: `[rows][head_dim]`, and behind them the rows packed in fours and twos.
+    /// Prefill: `[panels][steps][panel_rows]`, at most `head_dim` steps. Decode: `[rows][head_dim]`, and behind them the rows packed in fours and twos.
     pub(crate) q_panels: &'a mut [A],
     /// `[panels][value_dim][panel_rows]`
     pub(crate) out_acc: &'a mut [A],
@@ -109,7 +109,7 @@ pub(crate) struct Scratch<'a, A> {
     pub(crate) rescale: &'a mut [A],
     /// Prefill: `[kv_block][panel_rows]`. Decode: `[rows][scores_stride]`.
     pub(crate) scores: &'a mut [A],
-    /// `[kv_block][strides[0]]`, a packed block of K
+    /// `[kv_block][strides[0]]`, a packed block of K, in steps
     pub(crate) k_block: &'a mut [A],
     /// `[kv_block][strides[1]]`, a packed block of V
     pub(crate) v_block: &'a mut [A],

@@ -94,7 +94,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = size())]
     pub varlen: Option<usize>,
 
-    /// avx512, avx2, neon, portable, portable-256 or portable-512 [default: what the library chooses]
+    /// avx512-bf16, avx512, avx2, neon, portable, portable-256 or portable-512 [default: what the library chooses]
     #[arg(long, value_name = "NAME", value_parser = InstructionSet::from_name)]
     pub instruction_set: Option<InstructionSet>,
 

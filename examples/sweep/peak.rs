@@ -1,4 +1,5 @@
-//! What the arithmetic of these threads can do at most: independent chains of multiply-adds in registers.
+//! What the arithmetic of these threads can do at most: independent chains of multiply-adds in registers, in the accumulator's type. (Products of
+//! pairs of bf16 are faster, so prefill of bf16 with `avx512-bf16` may pass 100 %.)
 
 use std::hint::black_box;
 use std::marker::PhantomData;

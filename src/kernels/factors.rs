@@ -39,8 +39,8 @@ impl<A: Lane> Factors<A> for Accumulators {
 }
 
 /// Two neighbours of bf16 a step, the first in the low half; behind an odd last one a zero. (AVX512-BF16: twice the products of
-/// an FMA in the same time.) Products are exact in f32 and added in f32, to nearest; but factors, products and sums below 2^-126 count as 0,
-/// whatever the mode of the CPU says.
+/// an FMA in the same time.) Products are exact in f32 and added in f32, to nearest, the second before the first; but factors, products and
+/// sums below 2^-126 count as 0, whatever the mode of the CPU says.
 ///
 /// A value is the proof that the CPU multiplies them: [`new`](Self::new) alone makes one.
 #[derive(Clone, Copy)]
@@ -55,7 +55,7 @@ impl Bf16Pairs {
 
 impl Factors<f32> for Bf16Pairs {
     const ELEMENTS: usize = 2;
-    // Scaled Q would need rounding.
+    // Scaled Q would have to be rounded to bf16.
     const SCALES_SCORES: bool = true;
 
     #[inline(always)]

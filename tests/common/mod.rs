@@ -82,6 +82,11 @@ pub fn instruction_sets() -> Vec<InstructionSet> {
     }
 }
 
+/// Whether one of the sets multiplies pairs of bf16.
+pub fn multiplies_pairs() -> bool {
+    instruction_sets().iter().any(|set| set.name() == "avx512-bf16")
+}
+
 /// The three masks there are.
 pub fn masks() -> [AttentionConfig; 3] {
     [AttentionConfig::full(), AttentionConfig::causal(), top_left()]

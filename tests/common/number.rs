@@ -220,19 +220,25 @@ real!(f32);
 real!(f64);
 
 /// Calls a function `law::<T, K>(arguments)` for each pair of element types, of Q and the output, and of K and V; in the
-/// quick profile for few pairs in which each type comes once on either side. The pair that ran last is printed.
+/// quick profile for few pairs in which each type comes once on either side, and for bf16 with itself where a set multiplies pairs of
+/// that. The pair that ran last is printed.
 #[allow(unused_macros)] // every test binary uses its own part
 macro_rules! for_each_pair {
     ($law:ident $(, $argument:expr)*) => {
         $crate::common::for_each_pair! { @ $law [$($argument),*]
             few: f32 f32, f16 bf16, bf16 f16, f64 f64;
-            more: f16 f16, bf16 bf16, f32 f16, f32 bf16, f16 f32, bf16 f32;
+            multiplied: bf16 bf16;
+            more: f16 f16, f32 f16, f32 bf16, f16 f32, bf16 f32;
         }
     };
-    (@ $law:ident $arguments:tt few: $($t:ident $k:ident),*; more: $($more_t:ident $more_k:ident),*;) => {
+    (@ $law:ident $arguments:tt few: $($t:ident $k:ident),*; multiplied: $pair_t:ident $pair_k:ident;
+        more: $($more_t:ident $more_k:ident),*;) => {
         {
             use fused_attention::{bf16, f16};
             $($crate::common::for_each_pair! { @one $law $t $k $arguments })*
+            if !$crate::common::quick() || $crate::common::multiplies_pairs() {
+                $crate::common::for_each_pair! { @one $law $pair_t $pair_k $arguments }
+            }
             if !$crate::common::quick() {
                 $($crate::common::for_each_pair! { @one $law $more_t $more_k $arguments })*
             }

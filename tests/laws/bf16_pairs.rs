@@ -2,7 +2,7 @@
 //! exchanged is part of `element_types`.
 
 use crate::common::{Layout, Number, Problem, Tensor, by_profile, instruction_sets, one_head, run_on};
-use fused_attention::{AttentionConfig, InstructionSet, bf16};
+use fused_attention::{AttentionConfig, AttentionOutputs, AttentionPlan, InstructionSet, Workspace, bf16};
 
 /// Whether a call with so many rows (queries times heads of a group) multiplies pairs.
 pub fn multiplies_pairs<T: Number, K: Number>(set: InstructionSet, rows: usize) -> bool {
@@ -30,7 +30,8 @@ fn pair_sets() -> impl Iterator<Item = InstructionSet> {
 fn every_normal_number_counts_exactly_and_smaller_ones_as_zero() {
     const ROWS: usize = 9;
     let step = by_profile(1, 13);
-    let numbers: Vec<bf16> = bf16::all_numbers().filter(|x| x.value().is_finite()).step_by(step).collect();
+    let mut numbers: Vec<bf16> = bf16::all_numbers().filter(|x| x.value().is_finite()).step_by(step).collect();
+    numbers.resize(numbers.len().next_multiple_of(ROWS), bf16::ONE); // whole heads
     let counted = |x: bf16| if x.value().abs() < 2f64.powi(-126) { 0.0 } else { x.value() };
     let heads = numbers.len() / ROWS;
     let config = AttentionConfig::full().with_softmax_scale(1.0);
@@ -80,6 +81,68 @@ fn infinities_and_nan_come_through() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// The score of a query and a key, unscaled, where 9 rows are all the same.
+fn score(set: InstructionSet, q: &[f64], k: &[f64]) -> f64 {
+    let row =
+        |row: &[f64], rows| Tensor::from_fn([1, 1, rows, row.len()], Layout::Bhsd, |[.., d]| bf16::exactly(row[d]));
+    let problem = Problem::<bf16>::new(row(q, 9), row(k, 1), row(&[1.0], 1));
+    f64::from(run_on(set, &problem, &AttentionConfig::full().with_softmax_scale(1.0)).logsumexp[8])
+}
+
+/// What the documentation of the set says of its arithmetic, and an infinity where a product is none.
+#[test]
+fn what_is_small_counts_as_zero_and_what_is_large_overflows_before_it_is_scaled() {
+    let two = |exponent| 2f64.powi(exponent);
+    for set in pair_sets() {
+        // Products.
+        assert_eq!(score(set, &[two(-63)], &[two(-63)]), two(-126));
+        assert_eq!(score(set, &[two(-63)], &[two(-64)]), 0.0);
+        assert_eq!(score(set, &[two(-100), two(-1)], &[two(-100), two(-2)]), two(-3));
+        // Sums: 1.5 * 2^-126 - 2^-126, in a pair and in two.
+        assert_eq!(score(set, &[1.0, 1.0], &[1.5 * two(-126), -two(-126)]), 0.0);
+        assert_eq!(score(set, &[1.0, 0.0, 1.0], &[1.5 * two(-126), 0.0, -two(-126)]), 0.0);
+        // Infinity times 0, and less another.
+        assert!(score(set, &[f64::INFINITY, 1.0], &[0.0, 1.0]).is_nan());
+        assert!(score(set, &[f64::INFINITY, f64::INFINITY], &[1.0, -1.0]).is_nan());
+        // 2^130 exceeds f32 before it is halved often enough.
+        let large = |_: [usize; 4]| bf16::exactly(two(65));
+        let problem = Problem::<bf16>::new(
+            Tensor::from_fn([1, 1, 9, 1], Layout::Bhsd, large),
+            Tensor::from_fn([1, 1, 1, 1], Layout::Bhsd, large),
+            Tensor::from_fn([1, 1, 1, 1], Layout::Bhsd, |_| bf16::ONE),
+        );
+        let config = AttentionConfig::full().with_softmax_scale(two(-100));
+        assert!(!run_on(set, &problem, &config).logsumexp[0].is_finite(), "{set}");
+    }
+}
+
+/// A call after another of infinite keys and queries, in the same workspace: nothing of them is in the half pairs behind odd rows.
+#[test]
+fn half_a_pair_holds_nothing_of_an_earlier_call() {
+    for set in pair_sets() {
+        for head_dim in [1, 19, 129, 131] {
+            let config = AttentionConfig::causal().with_instruction_set(set);
+            let shape = one_head(40, 40, head_dim, 5);
+            let problem = Problem::<bf16>::normal(&shape, 3);
+            let mut infinite = Problem::<bf16>::normal(&one_head(40, 40, head_dim + 1, 5), 4);
+            for tensor in [&mut infinite.q, &mut infinite.k] {
+                *tensor = tensor.map(|_| bf16::INFINITY);
+            }
+            let mut workspace = Workspace::new();
+            let mut run = |problem: &Problem<bf16>| {
+                let plan = AttentionPlan::new(&problem.shape(), &config).unwrap();
+                workspace.reserve(&plan).unwrap();
+                let mut out = Tensor::<bf16>::unwritten(problem.out_shape(), Layout::Bhsd);
+                plan.run(&problem.inputs(), &mut AttentionOutputs::new(out.view_mut()), &mut workspace).unwrap();
+                crate::common::bits(&out.values())
+            };
+            run(&infinite);
+            let after = run(&problem);
+            assert_eq!(after, crate::common::bits(&run_on(set, &problem, &config).out.values()), "{set}, {head_dim}");
         }
     }
 }
