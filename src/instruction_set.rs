@@ -347,7 +347,7 @@ impl InstructionSet {
         }
     }
 
-    /// Whether it multiplies [`Bf16Pairs`](crate::kernels::factors::Bf16Pairs).
+    /// Whether it multiplies [`Bf16Pairs`].
     pub(crate) fn has_bf16_pairs(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
