@@ -196,7 +196,7 @@ pub(crate) unsafe fn narrow_bf16<S: Simd>(_simd: S, value: S::f32s, to: *mut bf1
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
-fn is<S: 'static, Set: 'static>() -> bool {
+pub(super) fn is<S: 'static, Set: 'static>() -> bool {
     TypeId::of::<S>() == TypeId::of::<Set>()
 }
 
@@ -204,7 +204,7 @@ fn is<S: 'static, Set: 'static>() -> bool {
 /// `From` and `To` must be vectors of the same size; any bits must be a value of `To`.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
-unsafe fn transmute<From: Copy, To: Copy>(from: From) -> To {
+pub(super) unsafe fn transmute<From: Copy, To: Copy>(from: From) -> To {
     assert!(size_of::<From>() == size_of::<To>()); // not const: it is compiled for the other sets too, though never run
     // SAFETY: of one size (asserted), the rest by the caller's promise.
     unsafe { core::mem::transmute_copy(&from) }

@@ -4,6 +4,8 @@
 
 use pulp::Simd;
 
+#[cfg(target_arch = "x86_64")]
+use super::convert::{is, transmute};
 use super::lane::Lane;
 use crate::InstructionSet;
 
@@ -61,12 +63,10 @@ impl Factors<f32> for Bf16Pairs {
     #[inline(always)]
     fn mul_add<S: Simd>(self, _simd: S, k: S::f32s, q: S::f32s, sum: S::f32s) -> S::f32s {
         #[cfg(target_arch = "x86_64")]
-        if core::any::TypeId::of::<S>() == core::any::TypeId::of::<pulp::x86::V4>() {
-            use core::arch::x86_64::_mm512_dpbf16_ps;
-            use core::mem::transmute_copy;
+        if is::<S, pulp::x86::V4>() {
             // SAFETY: `self` exists, so the CPU has AVX512-BF16 (see `new`); vectors of V4 are 512 bits in memory, and any bits are a value.
             return unsafe {
-                transmute_copy(&_mm512_dpbf16_ps(transmute_copy(&sum), transmute_copy(&k), transmute_copy(&q)))
+                transmute(core::arch::x86_64::_mm512_dpbf16_ps(transmute(sum), transmute(k), transmute(q)))
             };
         }
         let _ = (k, q, sum);

@@ -82,9 +82,9 @@ pub fn instruction_sets() -> Vec<InstructionSet> {
     }
 }
 
-/// Whether one of the sets multiplies pairs of bf16.
-pub fn multiplies_pairs() -> bool {
-    instruction_sets().iter().any(|set| set.name() == "avx512-bf16")
+/// Those of the sets that multiply pairs of bf16.
+pub fn pair_sets() -> Vec<InstructionSet> {
+    instruction_sets().into_iter().filter(|set| set.name() == "avx512-bf16").collect()
 }
 
 /// The three masks there are.

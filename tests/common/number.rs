@@ -236,7 +236,7 @@ macro_rules! for_each_pair {
         {
             use fused_attention::{bf16, f16};
             $($crate::common::for_each_pair! { @one $law $t $k $arguments })*
-            if !$crate::common::quick() || $crate::common::multiplies_pairs() {
+            if !$crate::common::quick() || !$crate::common::pair_sets().is_empty() {
                 $crate::common::for_each_pair! { @one $law $pair_t $pair_k $arguments }
             }
             if !$crate::common::quick() {

@@ -1,12 +1,12 @@
 //! `avx512-bf16`: where prefill multiplies pairs of bf16 and adds them in f32. That the sums are those of f32 with neighbours
 //! exchanged is part of `element_types`.
 
-use crate::common::{Layout, Number, Problem, Tensor, by_profile, instruction_sets, one_head, run_on};
+use crate::common::{Layout, Number, Problem, Tensor, by_profile, one_head, pair_sets, run_on};
 use fused_attention::{AttentionConfig, AttentionOutputs, AttentionPlan, InstructionSet, Workspace, bf16};
 
 /// Whether a call with so many rows (queries times heads of a group) multiplies pairs.
 pub fn multiplies_pairs<T: Number, K: Number>(set: InstructionSet, rows: usize) -> bool {
-    set.name() == "avx512-bf16" && T::NAME == "bf16" && K::NAME == "bf16" && rows > 8
+    pair_sets().contains(&set) && T::NAME == "bf16" && K::NAME == "bf16" && rows > 8
 }
 
 /// Q and K with the features 2i and 2i + 1 exchanged: the order in which the instruction adds their products. An odd last one stays.
@@ -18,10 +18,6 @@ pub fn with_exchanged_neighbours<T: Number>(problem: &Problem<T>) -> Problem<T> 
         })
     };
     Problem { q: exchanged(&problem.q), k: exchanged(&problem.k), ..problem.clone() }
-}
-
-fn pair_sets() -> impl Iterator<Item = InstructionSet> {
-    instruction_sets().into_iter().filter(|&set| multiplies_pairs::<bf16, bf16>(set, 9))
 }
 
 /// Rows of one number and zeros against rows of a 1 and zeros: each score is a number, in Q or in K, first or second of a pair.
