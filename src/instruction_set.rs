@@ -19,8 +19,9 @@ use crate::kernels::{TileSizes, WithTiles};
 /// instruction. Results are bit-identical for one instruction set; two sets agree within rounding.
 ///
 /// `"avx512-bf16"` (AMD since Zen 4, Intel since Cooper Lake and Sapphire Rapids) is `"avx512"` with one difference: with more than 8 rows, that is queries
-/// times heads of a group, whose Q and K both are bf16, `Q K^T` multiplies two features at once with `vdpbf16ps`. [measured, Zen 5, causal, T = 512
-/// to 4096] 1.2 to 1.3 times as fast. The products are exact and added in f32 as elsewhere, in another order, and the sum is multiplied with
+/// times heads of a group, whose Q and K both are bf16, `Q K^T` multiplies two features at once with `vdpbf16ps`. [measured, causal, T = 512
+/// to 4096] On Zen 5 that is 1.2 to 1.3 times as fast; on Emerald Rapids, which takes four times as long for it as for an FMA, 0.71 to 0.74 times. So it is
+/// what [`detect`](Self::detect) chooses on CPUs of AMD, and elsewhere one that can be asked for. The products are exact and added in f32 as elsewhere, in another order, and the sum is multiplied with
 /// `softmax_scale` (elsewhere Q is): so it must be in the range of f32 before. Numbers, products and sums of magnitudes below 2^-126 count as 0 there.
 ///
 /// ```
@@ -115,6 +116,17 @@ mod avx512_bf16 {
         }
     }
 
+    /// Whether the set is worth choosing: AMD's CPUs multiply pairs as fast as they multiply and add one number (Zen 5 measured, Zen 4 by AMD's
+    /// tables). No flag says so, the vendor must stand for it.
+    pub(super) fn is_fast() -> bool {
+        use core::arch::x86_64::__cpuid;
+        #[allow(unused_unsafe)] // newer compilers call it safe
+        // SAFETY: every CPU of x86-64 has the instruction, with leaf 0.
+        let vendor = unsafe { __cpuid(0) };
+        let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
+        name.as_flattened() == b"AuthenticAMD"
+    }
+
     impl Avx512Bf16 {
         /// Without AVX512-BF16.
         #[inline(always)]
@@ -146,7 +158,7 @@ mod avx512_bf16 {
     }
 }
 
-/// Names of all sets on all machines, in the order of preference.
+/// Names of all sets on all machines, in the order of preference of most.
 const ALL_NAMES: [&str; 7] = ["avx512-bf16", "avx512", "avx2", "neon", "portable", "portable-256", "portable-512"];
 
 /// The environment variable that chooses the set of a whole process.
@@ -184,9 +196,15 @@ impl InstructionSet {
         *BEST.get_or_init(|| Self::available().next().unwrap_or(Self(Kind::Portable(Scalar128b))))
     }
 
-    /// All sets that this CPU has, the best first, the portable one last.
+    /// All sets that this CPU has, the best first, the portable one last. (Which of `"avx512"` and `"avx512-bf16"` is the better one depends on
+    /// the CPU's vendor.)
     pub fn available() -> impl Iterator<Item = Self> {
-        ALL_NAMES.iter().filter(|name| !name.starts_with("portable-")).filter_map(|name| Self::by_name(name))
+        let mut names = ALL_NAMES;
+        #[cfg(target_arch = "x86_64")]
+        if !avx512_bf16::is_fast() {
+            names.swap(0, 1);
+        }
+        names.into_iter().filter(|name| !name.starts_with("portable-")).filter_map(Self::by_name)
     }
 
     /// The portable code with 8 lanes, made for tests and comparisons: it shows on any CPU what 8 lanes do at edges.

@@ -43,7 +43,7 @@
 //! values tile   features x rows: for each key, load the vectors of probabilities, broadcast v           registers: the same tile
 //! ```
 //!
-//! Where the CPU multiplies pairs of bf16 (AVX512-BF16) and Q and K hold it, a step of the scores tile is two features: a sum of the same products in `f32`, in half of the time.
+//! Where the CPU multiplies pairs of bf16 fast (AMD's with AVX512-BF16) and Q and K hold it, a step of the scores tile is two features: a sum of the same products in `f32`, in half of the time.
 //!
 //! With rows in the lanes the softmax needs no shuffles, the causal edge is a comparison with a vector of row numbers, and both products are the same tile: two
 //! vectors and twelve broadcasts are loaded for 24 multiply-adds.

@@ -20,6 +20,20 @@ pub fn with_exchanged_neighbours<T: Number>(problem: &Problem<T>) -> Problem<T> 
     Problem { q: exchanged(&problem.q), k: exchanged(&problem.k), ..problem.clone() }
 }
 
+/// Pairs are slower than f32 on CPUs of Intel that have them. (The operating system says whose the CPU is.)
+#[test]
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+fn only_the_cpus_of_amd_choose_pairs_by_themselves() {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+    let is_amd = cpu.lines().any(|line| line.starts_with("vendor_id") && line.ends_with("AuthenticAMD"));
+    let names: Vec<_> = InstructionSet::available().map(InstructionSet::name).collect();
+    let [pairs, no_pairs] = ["avx512-bf16", "avx512"].map(|name| names.iter().position(|&n| n == name));
+    if let (Some(pairs), Some(no_pairs)) = (pairs, no_pairs) {
+        assert_eq!(pairs < no_pairs, is_amd, "{names:?}");
+        assert_eq!([pairs.min(no_pairs), pairs.max(no_pairs)], [0, 1], "{names:?}");
+    }
+}
+
 /// Rows of one number and zeros against rows of a 1 and zeros: each score is a number, in Q or in K, first or second of a pair.
 /// Those below the normal range count as 0, as the documentation of the set says.
 #[test]
