@@ -20,7 +20,7 @@ use crate::kernels::{TileSizes, WithTiles};
 ///
 /// `"avx512-bf16"` (AMD since Zen 4, Intel since Cooper Lake and Sapphire Rapids) is `"avx512"` with one difference: with more than 8 rows, that is queries
 /// times heads of a group, whose Q and K both are bf16, `Q K^T` multiplies two features at once with `vdpbf16ps`. [measured, causal, T = 512
-/// to 4096] On Zen 5 that is 1.2 to 1.3 times as fast; on Emerald Rapids, which takes four times as long for it as for an FMA, 0.71 to 0.74 times. So it is
+/// to 4096] On Zen 5 that is 1.2 to 1.3 times as fast; on an Intel Emerald Rapids, which takes four times as long for it as for an FMA, 0.71 to 0.74 times. So it is
 /// what [`detect`](Self::detect) chooses on CPUs of AMD, and elsewhere one that can be asked for. The products are exact and added in f32 as elsewhere, in another order, and the sum is multiplied with
 /// `softmax_scale` (elsewhere Q is): so it must be in the range of f32 before. Numbers, products and sums of magnitudes below 2^-126 count as 0 there.
 ///
@@ -89,7 +89,7 @@ mod avx2 {
 /// What `"avx512-bf16"` means: pulp's V4, and AVX512-BF16 besides. The code is that of `"avx512"` but for one thing, see [`Bf16Pairs`].
 #[cfg(target_arch = "x86_64")]
 mod avx512_bf16 {
-    #![allow(unsafe_code)] // pulp's macro
+    #![allow(unsafe_code)] // pulp's macro, and CPUID
 
     pulp::simd_type! {
         pub(super) struct Avx512Bf16 {
@@ -118,10 +118,10 @@ mod avx512_bf16 {
 
     /// Whether the set is worth choosing: AMD's CPUs multiply pairs as fast as they multiply and add one number (Zen 5 measured, Zen 4 by AMD's
     /// tables). No flag says so, the vendor must stand for it.
-    pub(super) fn is_fast() -> bool {
+    pub(super) fn is_fast(_: Avx512Bf16) -> bool {
         use core::arch::x86_64::__cpuid;
         #[allow(unused_unsafe)] // newer compilers call it safe
-        // SAFETY: every CPU of x86-64 has the instruction, with leaf 0.
+        // SAFETY: every CPU with AVX-512 has the instruction, with leaf 0.
         let vendor = unsafe { __cpuid(0) };
         let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
         name.as_flattened() == b"AuthenticAMD"
@@ -199,11 +199,15 @@ impl InstructionSet {
     /// All sets that this CPU has, the best first, the portable one last. (Which of `"avx512"` and `"avx512-bf16"` is the better one depends on
     /// the CPU's vendor.)
     pub fn available() -> impl Iterator<Item = Self> {
-        let mut names = ALL_NAMES;
+        let names = ALL_NAMES;
         #[cfg(target_arch = "x86_64")]
-        if !avx512_bf16::is_fast() {
-            names.swap(0, 1);
-        }
+        let names = {
+            let mut names = names;
+            if avx512_bf16::Avx512Bf16::try_new().is_some_and(|set| !avx512_bf16::is_fast(set)) {
+                names.swap(0, 1);
+            }
+            names
+        };
         names.into_iter().filter(|name| !name.starts_with("portable-")).filter_map(Self::by_name)
     }
 

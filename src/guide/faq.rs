@@ -25,7 +25,7 @@
 //!
 //! # How exact is it?
 //! Against attention in f64 the error is at most twice that of textbook attention in f32, plus `8 * eps * max |V|`. Elements of 16 bits are widened exactly and
-//! accumulated in f32, and a result of 16 bits is rounded once. (On AMD's CPUs with AVX512-BF16, what is below 2^-126 counts as 0 in the scores of prefill with Q and K of `bf16`, see
+//! accumulated in f32, and a result of 16 bits is rounded once. (With `avx512-bf16`, the default on AMD's CPUs that have it, what is below 2^-126 counts as 0 in the scores of prefill with Q and K of `bf16`, see
 //! [`InstructionSet`](crate::InstructionSet).) The tests hold every instruction set and pair of element types to that.
 //!
 //! # What does it allocate?

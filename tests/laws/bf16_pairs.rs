@@ -20,7 +20,7 @@ pub fn with_exchanged_neighbours<T: Number>(problem: &Problem<T>) -> Problem<T> 
     Problem { q: exchanged(&problem.q), k: exchanged(&problem.k), ..problem.clone() }
 }
 
-/// Pairs are slower than f32 on CPUs of Intel that have them. (The operating system says whose the CPU is.)
+/// Pairs are slower than f32 on a CPU of Intel that was measured. (The operating system says whose the CPU is.)
 #[test]
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 fn only_the_cpus_of_amd_choose_pairs_by_themselves() {
