@@ -5,8 +5,8 @@
 //!
 //! | set | f16 | bf16 |
 //! |---|---|---|
-//! | AVX2 | F16C: one instruction each way | the upper half of an f32: shifts, and integer arithmetic that rounds |
-//! | AVX-512 | one instruction each way | the same |
+//! | AVX2 | F16C: one instruction each way | the upper half of an f32: a shuffle, and integer arithmetic that rounds |
+//! | AVX-512 | one instruction each way | a shift, and the same |
 //! | NEON | `fcvtl`, `fcvtn` by inline assembly (their intrinsics are not stable) | the same |
 //! | portable | widening by a multiplication with 2^112, narrowing as `half` has it | the same |
 //!
@@ -89,6 +89,19 @@ pub(crate) unsafe fn widen_f16<S: Simd>(_simd: S, from: *const f16) -> S::f32s {
     }
 }
 
+/// For `vpshufb` of eight words, which each half of a vector has whole: each of them becomes the upper half of a number of 32 bits. 0x80 gives 0.
+#[cfg(target_arch = "x86_64")]
+const UPPER_HALVES: [u8; 32] = {
+    let mut bytes = [0x80; 32];
+    let mut number = 0;
+    while number < 8 {
+        bytes[4 * number + 2] = 2 * number as u8;
+        bytes[4 * number + 3] = 2 * number as u8 + 1;
+        number += 1;
+    }
+    bytes
+};
+
 /// # Safety
 /// As [`widen_f16`].
 #[inline(always)]
@@ -99,12 +112,15 @@ pub(crate) unsafe fn widen_bf16<S: Simd>(_simd: S, from: *const bf16) -> S::f32s
         {
             use core::arch::x86_64::*;
             if is::<S, V4>() {
+                // Not one `vpermw`: decoding bf16 with that ran at 0.96 of the speed on Emerald Rapids.
                 let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
                 return transmute(_mm512_slli_epi32::<16>(bits));
             }
             if is::<S, V3>() {
-                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-                return transmute(_mm256_slli_epi32::<16>(bits));
+                // The load copies for nothing, and the shuffle leaves the ports of FMAs free that a shift would take. [measured, decode, AVX2 on
+                // Emerald Rapids, two times the best of 6] 1.01 to 1.12 times as fast as widening to 32 bits and a shift.
+                let narrow = _mm256_broadcastsi128_si256(_mm_loadu_si128(from.cast()));
+                return transmute(_mm256_shuffle_epi8(narrow, transmute(UPPER_HALVES)));
             }
         }
         #[cfg(target_arch = "aarch64")]
